@@ -28,7 +28,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["none", "causal", "added", "seen"])
 @pytest.mark.parametrize("length", [16, 45])
-def test_attention_and_its_backward_are_softmax_attention(
+def test_attention_and_its_backward_match_softmax_attention(
     length: int, kind: str, kv_heads: int, size: int, dtype: torch.dtype
 ) -> None:
     q, grad = (drawn((2, 4, length, size), dtype, seed) for seed in (0, 1))

@@ -1,5 +1,5 @@
-"""Stages that are alike are solved and measured once, and their plans are the same as if each
-had been."""
+"""Equal stages are solved and measured once, with the same plans as if each stage had been solved
+separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def planned(schedule: str) -> Planned:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
+def test_plans_are_the_same_as_with_each_stage_solved_and_measured_separately(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = {"solved": 0, "measured": 0}
@@ -65,9 +65,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     assert form_of(wide) != form_of(second)
 
 
-def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_where_memory_did_not_bind() -> (  # noqa: E501
-    None
-):
+def test_a_solution_is_reused_for_fewer_in_flight_only_if_memory_was_not_binding() -> None:
     def ended(budget_rows: float, timed_out: float = 0.0) -> Solution:
         return Solution(
             (), {}, {}, 1.0, 1.0, stats={"budget_rows": budget_rows, "timed_out": timed_out}

@@ -1,5 +1,5 @@
-"""Biases of linear layers, in the same op as their products: what every rank computes under
-every layout, and in how many roundings."""
+"""Biases of linear layers that are part of their product: results under every layout, and the
+number of roundings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = HardwareProfile.load("cpu-gloo")
 
 
 class Net(nn.Module):
-    """Two blocks of an MLP with biases; both what it makes and the mean square are its results."""
+    """Two MLP blocks with biases. The results are the output and its mean square."""
 
     def __init__(self, width: int = 16, hidden: int = 32) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def forced(name: str) -> Plan:
 
 
 def sums(plan: Plan) -> int:
-    """How many products with a bias make partial sums."""
+    """Return how many products with a bias give partial sums."""
     products = {
         n.meta["key"] for n in built()[2].graph.nodes if n.target is ops.dot and len(n.args) == 4
     }
@@ -87,7 +87,7 @@ def sums(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_under_every_layout_the_bias_enters_once(name: str) -> None:
+def test_the_bias_is_added_once_under_every_layout(name: str) -> None:
     plan, (model, batch, _) = forced(name), built()
     assert (sums(plan) > 0) == ("S(1)" in "".join(LAYOUTS[name]))
     assert autopar.verify(plan, model, batch).ok
@@ -95,7 +95,7 @@ def test_under_every_layout_the_bias_enters_once(name: str) -> None:
 
 @pytest.fixture
 def fresh_verdicts() -> Iterator[None]:
-    """Verdicts on strategies that neither come from other tests nor are left for them."""
+    """A cache of strategy verdicts that is not shared with other tests."""
     for remembered in (op_law._judge, op_law._on_one_axis):
         remembered.cache_clear()
     yield
@@ -106,10 +106,10 @@ def fresh_verdicts() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name", ["columns, then rows", "rows over both axes", "rows and columns at once"]
 )
-def test_a_bias_that_each_part_of_a_sum_has_is_found_out(
+def test_a_bias_added_to_each_partial_sum_is_detected(
     name: str, monkeypatch: pytest.MonkeyPatch, fresh_verdicts: None
 ) -> None:
-    """Validation refuses the program before it runs; without it, the numbers differ."""
+    """Validation refuses the program. Without validation, the numbers differ."""
     plan, (model, batch, trace) = forced(name), built()
     monkeypatch.setitem(localization.LOCALIZERS, ops.dot, localization.same)  # type: ignore[arg-type]
     place = r"layers\.0\.(up|down)/dot/forward/0"
@@ -119,7 +119,7 @@ def test_a_bias_that_each_part_of_a_sum_has_is_found_out(
         verify_program(trace, emit(trace, plan), model, (), batch)
 
 
-def test_nothing_is_added_to_a_product_but_the_residual() -> None:
+def test_only_the_residual_is_added_to_a_product_by_a_separate_op() -> None:
     model, _, trace = built()
     additions = [
         n
@@ -130,7 +130,7 @@ def test_nothing_is_added_to_a_product_but_the_residual() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_one_device_the_results_are_the_model_s_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_results_on_one_device_are_bitwise_equal_to_the_model(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, batch = Net().to(dtype), {"x": torch.randn(8, 4, 16).to(dtype)}
     trace = capture(model, (), batch)
@@ -152,8 +152,8 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh({"gpu": 4})], ids=str)
-def test_small_models_of_relus_in_bfloat16_are_within_the_tolerance(mesh: Mesh) -> None:
-    """A unit whose input is near zero is on or off by one rounding, and with it a row of a
+def test_small_relu_models_in_bfloat16_are_within_the_tolerance(mesh: Mesh) -> None:
+    """One rounding decides if a unit with an input near zero is active, and thereby a row of a
     gradient."""
     plan = autopar.plan(
         Small().bfloat16(), mesh, example_inputs=(torch.randn(16, 32).bfloat16(),), hardware=CPU
@@ -165,7 +165,7 @@ def test_small_models_of_relus_in_bfloat16_are_within_the_tolerance(mesh: Mesh) 
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_kernels_have_the_bias_of_their_product(sequence: bool) -> None:
+def test_overlap_kernels_include_the_bias_of_their_product(sequence: bool) -> None:
     model, batch, trace = built()
     profile, line = overlapping(), Mesh({"gpu": 4})
     constraints = (tensor_parallel("1d", axes=("gpu",), sequence=sequence),)

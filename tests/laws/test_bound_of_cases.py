@@ -1,5 +1,5 @@
-"""Problems that are divided into cases, against the optimum of small problems, and the certificate
-of a proof by cases."""
+"""Proofs by cases: bounds compared with the optimum of small problems, and the certificate of a
+proof by cases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBLEMS = [(0, LINE, 1.0), (2, LINE, 0.3), (3, LINE, 0.3)]
 
 
 def conditions_of(p: Problem) -> Iterator[Condition]:
-    """Conditions that some strategies of an op meet and others do not."""
+    """Return conditions that some strategies of an op satisfy and others do not."""
     for n, op in enumerate(p.ops):
         layouts = op.strategies[0].layouts
         for axis in range(len((*layouts.outputs, *layouts.inputs)[0].placements)):
@@ -49,7 +49,7 @@ def conditions_of(p: Problem) -> Iterator[Condition]:
 
 
 def without(p: Problem, condition: Condition) -> Problem:
-    """The problem whose op has only the strategies that meet a condition."""
+    """Return the problem with only the strategies of the op that satisfy a condition."""
     ops = list(p.ops)
     op = ops[condition.op]
     left = tuple(s for s in op.strategies if condition.admits(s.layouts))
@@ -95,7 +95,7 @@ def test_two_opposite_cases_cover_a_problem_and_each_bound_is_below_the_optimum_
         assert min(found) == pytest.approx(best_s)
 
 
-def test_a_case_of_which_all_strategies_are_ruled_out_has_an_infinite_bound() -> None:
+def test_a_case_without_remaining_strategies_has_an_infinite_bound() -> None:
     p = problem(0)
     everything = {0: range(len(p.ops[0].strategies))}
     assert math.isinf(lower_bound(p, {}, [], ruled_out=everything))
@@ -131,9 +131,7 @@ def test_the_bound_over_all_cases_and_the_plan_enclose_the_optimum(
         assert solved.bound_s <= best_s * (1 + 1e-9)
 
 
-def test_an_answer_for_an_equal_stage_has_the_prices_of_memory_of_its_own_rows_in_each_case() -> (
-    None
-):
+def test_a_reused_solution_has_memory_prices_for_its_own_rows_in_each_case() -> None:
     def with_moments(key: str) -> Problem:
         p = problem(0, moments=True)
         return replace(p, moments=tuple(replace(m, key=f"{key}{m.key}") for m in p.moments))
@@ -186,7 +184,7 @@ def slow_links() -> HardwareProfile:
 
 @cache
 def planned() -> tuple[Trace, Plan]:
-    """A plan whose proof has three cases."""
+    """A plan with a proof of three cases."""
     model, batch = zoo_small.gpt2()
     trace = capture(model, (), batch)
     clock, options = Clock(lambda _: None), PlanOptions().of_a_trace().begun()
@@ -209,7 +207,7 @@ def as_if_far(best: Candidate, split: Condition) -> Solution:
 
 
 def divided_again(priced: Priced, cases: Cases, split: Condition) -> Multipliers:
-    """The multipliers of all cases, of which one is divided again."""
+    """Return the multipliers of all cases with one case divided again."""
     first, last = cases.leaves
     found = list[tuple[tuple[Condition, ...], Multipliers]]()
     for each in (split, split.opposite):
@@ -224,7 +222,7 @@ def divided_again(priced: Priced, cases: Cases, split: Condition) -> Multipliers
 
 
 @pytest.mark.slow
-def test_a_proof_by_cases_is_certified_and_read_back() -> None:
+def test_a_proof_by_cases_is_certified_and_round_trips() -> None:
     trace, plan = planned()
     assert len(plan.proof.cases) == 3 and not plan.proof.potentials
     read = Plan.loads(plan.dumps())
@@ -278,7 +276,7 @@ TAMPERED: dict[str, tuple[Callable[[tuple[ProofCase, ...]], tuple[ProofCase, ...
 
 
 @pytest.mark.parametrize(("change", "said"), TAMPERED.values(), ids=[*TAMPERED])
-def test_a_proof_by_cases_that_is_changed_is_refused(
+def test_a_changed_proof_by_cases_is_refused(
     change: Callable[[tuple[ProofCase, ...]], tuple[ProofCase, ...]], said: str
 ) -> None:
     trace, plan = planned()

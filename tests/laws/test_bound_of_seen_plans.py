@@ -1,8 +1,7 @@
-"""The bound under a budget is no higher than any plan that was seen to fit into it, and such plans
-are found.
+"""The bound under a budget is not higher than any plan that fits, and such plans are found.
 
-Plans under budgets from ample to scarce are emitted and their peaks measured; each plan's own peak
-then is a budget.
+Plans under budgets from large to small are emitted and their peaks are measured. The peak of each
+plan is then used as a budget.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
 
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the peak of a plan that has all the memory it wants
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6)  # shares of the peak of a plan without a budget
 GAP = 1e-3
 KINDS = ("gpt2", "llama", "bert", "vit")
 Body = Callable[[nn.Linear, Any], Any]
@@ -45,8 +44,7 @@ def _turned(up: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return turned * turned.sin()
 
 
-# What backward keeps of a layer lies in one memory, more than once: a result, and a view of it that
-# something reads.
+# Backward keeps a result of a layer and a view of it, which share memory.
 BODIES: dict[str, Body] = {
     "ends with a view": lambda up, x: torch.tanh(up(x)).transpose(-1, -2),
     "ends with two views": _halves,
@@ -102,7 +100,7 @@ def planned(trace: Trace, mesh: int, budget: int | None) -> Plan:
 
 
 def ladder(trace: Trace, mesh: int) -> list[Plan]:
-    """Plans under ever less memory."""
+    """Plans under decreasing memory budgets."""
     plans = [planned(trace, mesh, None)]
     for share in SHARES:
         try:
@@ -142,7 +140,7 @@ def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: in
         ),  # a layer's end is kept beside what it is a view of
     ],
 )
-def test_with_memory_counted_twice_some_bound_is_too_high(
+def test_counting_shared_memory_twice_gives_a_bound_that_is_too_high(
     kind: str, what: str, mutant: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = ladder(traced(kind), 1)
@@ -153,7 +151,7 @@ def test_with_memory_counted_twice_some_bound_is_too_high(
 
 
 def is_refused(trace: Trace, plan: Plan) -> bool:
-    """Whether a plan's own peak is said to admit none as fast."""
+    """Return whether the bound excludes a plan as fast as this one under its own peak."""
     try:
         return planned(
             trace, 1, plan.prediction.peak_bytes

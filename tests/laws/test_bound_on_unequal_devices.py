@@ -1,5 +1,5 @@
-"""The bound over all cuts of stages on unequal devices: each at the prices, and by multipliers,
-of its own."""
+"""The bound over all cuts with stages on unequal devices, each with its own prices and
+multipliers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ apart = parameters_decide_for_themselves
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_both_arithmetics_agree(
+def test_no_cut_over_unequal_devices_is_faster_than_the_bound_of_search_and_certificate(
     seed: int,
 ) -> None:
     rng, trace = random.Random(seed), chain(seed)

@@ -1,5 +1,4 @@
-"""The bound over all cuts and layouts of what crosses, against every cut and layout planned one
-by one."""
+"""The bound over all cuts and boundary layouts, compared with plans for every cut and layout."""
 
 from __future__ import annotations
 
@@ -239,7 +238,7 @@ def model_of(
 @pytest.mark.parametrize(
     ("num_stages", "profile"), [(2, "cpu-gloo"), (3, "cpu-gloo"), (2, "h100-sxm"), (3, "h100-sxm")]
 )
-def test_no_cut_of_a_chain_is_faster_than_the_bound_whatever_crosses_and_even_where_equal_layers_differ(  # noqa: E501
+def test_no_cut_of_a_chain_is_faster_than_the_bound_for_any_boundary_layout(
     seed: int, num_stages: int, profile: str
 ) -> None:
     model = Model(chain(seed), (2,), num_stages, HardwareProfile.load(profile))
@@ -262,7 +261,7 @@ def test_no_cut_of_a_chain_is_faster_than_the_bound_whatever_crosses_and_even_wh
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_units_take_together_what_the_relaxation_proves_and_folding_costs_little(seed: int) -> None:
+def test_unit_bounds_sum_to_the_relaxation_and_folding_loses_little(seed: int) -> None:
     model = Model(chain(seed), (2,), 2, HardwareProfile.load("cpu-gloo"))
     folded, known = relax_problem(model.whole.problem), model.multipliers
     assert known.bound_s <= folded.bound_s * (1 + 1e-9), (
@@ -296,7 +295,7 @@ def scaled(known: Multipliers, factor: float) -> Multipliers:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(seed: int) -> None:
+def test_any_multipliers_give_a_valid_bound_equal_in_search_and_certificate(seed: int) -> None:
     profile = HardwareProfile.load("h100-sxm" if seed else "cpu-gloo")
     model, rng = Model(chain(seed), (2,), 2, profile), random.Random(seed)
     fastest = {c: min(model.every_step((c,), rng, 64)) for c in range(1, len(model.points) + 1)}
@@ -365,7 +364,7 @@ def test_no_cut_of_a_chain_with_kernels_is_faster_than_the_bound(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_bound_that_leaves_out_what_kernels_save_is_found(seed: int) -> None:
+def test_a_bound_that_ignores_the_savings_of_kernels_is_detected(seed: int) -> None:
     """The best multipliers of the problem without kernels prove little where these save much,
     and too much where that is forgotten."""
     model, fastest = chain_with_kernels(seed, 2)
@@ -385,7 +384,7 @@ def test_a_bound_that_leaves_out_what_kernels_save_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_with_kernels_too_any_multipliers_prove_a_bound_and_both_arithmetics_agree_on_it(
+def test_with_kernels_any_multipliers_give_a_valid_bound(
     seed: int,
 ) -> None:
     (model, fastest), rng = chain_with_kernels(seed, 2), random.Random(seed)
@@ -449,7 +448,7 @@ def test_no_cut_of_a_model_is_faster_than_the_bound(name: str) -> None:
         ),
     ],
 )
-def test_where_a_node_lies_does_not_depend_on_the_other_cuts(name: str) -> None:
+def test_the_stage_of_a_node_does_not_depend_on_the_other_cuts(name: str) -> None:
     model, batch = zoo.build(name, batch=4)
     trace = capture(model, (), batch)
     points, finest = usable_points(trace)

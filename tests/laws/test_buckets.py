@@ -1,5 +1,5 @@
-"""Communications in buckets: one collective for many, which computes the same, in the order and
-the memory that the plan says."""
+"""Communication in buckets: one collective for many tensors gives the same results, in the order
+and memory of the plan."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def grouped(program: StageProgram) -> list[list[fx.Node]]:
 
 @examples(60)
 @given(sent(), st.integers(0, 2**16))
-def test_any_tensors_in_buckets_are_bit_for_bit_what_they_are_alone(
+def test_tensors_in_buckets_are_bitwise_equal_to_separate_communication(
     tensors: Any, seed: int
 ) -> None:
     program = program_of(tensors)
@@ -220,8 +220,8 @@ def test_members_that_wait_for_each_other_are_refused() -> None:
 
 @examples(60)
 @given(sent())
-def test_turn_by_turn_no_bucket_waits_for_another_in_a_circle(tensors: Any) -> None:
-    """Whatever axes tensors move over, in whatever order."""
+def test_buckets_formed_in_turn_do_not_deadlock(tensors: Any) -> None:
+    """This holds for tensors that move over any axes in any order."""
     program = program_of(tensors)
     steps_of_all = [n for n in program.backward.graph.nodes if "moved" in n.meta]
     groups = Groups(MESH, GLOO, 1, {n.meta["moved"].name: 1.0 for n in steps_of_all})
@@ -238,7 +238,7 @@ def test_turn_by_turn_no_bucket_waits_for_another_in_a_circle(tensors: Any) -> N
     st.sampled_from([torch.float64, torch.float32]),
 )
 @examples(30)
-def test_out_of_a_bucket_comes_what_went_in(
+def test_unpacking_a_bucket_returns_its_members(
     shapes: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     tensors = [torch.randn([2 * n] * num_dims) for num_dims, n in shapes]
@@ -263,7 +263,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_a_planned_model_computes_what_it_does_without_buckets(
+def test_a_planned_model_gives_the_same_results_without_buckets(
     case: tuple[str, str, str, int],
 ) -> None:
     model, batch, trace, made = planned(*case)
@@ -324,7 +324,7 @@ def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(k
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_what_buckets_save_is_what_the_prediction_says(case: tuple[str, str, str, int]) -> None:
+def test_the_savings_of_buckets_match_the_prediction(case: tuple[str, str, str, int]) -> None:
     made = planned(*case)[3]
     plan, p = made.plan, made.plan.prediction
     steps = {(c.phase, node, c.result, c.target): c for node, c in plan.steps()}
@@ -353,8 +353,8 @@ def test_what_buckets_save_is_what_the_prediction_says(case: tuple[str, str, str
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: " ".join(map(str, case)))
-def test_the_predicted_peak_is_measured_to_the_byte(case: tuple[str, str, str, int]) -> None:
-    """On real tensors, with groups that move nothing; their steps hold what real ones do."""
+def test_the_predicted_peak_equals_the_measured_peak(case: tuple[str, str, str, int]) -> None:
+    """Measured on real tensors with fake process groups, whose steps allocate the same memory."""
     _, batch, _, made = planned(*case)
     assert (
         measured_peak(made.stage_program(), batch)[0] == trace_peak(made.stage_program()).peak_bytes
@@ -362,7 +362,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(case: tuple[str, str, str, i
 
 
 @pytest.mark.slow
-def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> None:
+def test_a_bucket_starts_after_its_last_member_is_ready() -> None:
     """Three buckets, so that compute is left beside the first, in whatever room there is."""
     _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
     serial = emit_stage(trace, replace(made.plan, buckets=(), overlap=Overlap()))
@@ -410,7 +410,7 @@ def with_latency(latency_s: float, launch_s: float = 3e-6) -> HardwareProfile:
     )
 
 
-def test_buckets_are_there_where_latency_is_and_only_there() -> None:
+def test_buckets_exist_only_if_links_have_latency() -> None:
     _, _, trace, _ = planned("gpt2", "ddp")
     ddp = PlanOptions(constraints=(constraints.ddp(),))
     fast = make_plan(trace, Mesh(2), with_latency(0.0, 0.0), ddp).plan
@@ -439,7 +439,7 @@ def test_buckets_stay_within_the_budget() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
-def test_gathers_at_the_begin_and_reductions_at_the_end_of_a_step_share_buckets(zero: int) -> None:
+def test_gathers_at_the_start_and_reductions_at_the_end_of_a_step_share_buckets(zero: int) -> None:
     model, batch = zoo_small.gpt2()
     force = (constraints.megatron(dp=2, zero=zero, microbatches=2),)
     _, made = plan_model(
@@ -525,7 +525,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "finding"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_changed_bucket_is_refused_for_that(change: Change, finding: str) -> None:
+def test_a_changed_bucket_is_refused_with_the_reason(change: Change, finding: str) -> None:
     _, _, trace, made = planned("gpt2", "ddp")
     plan = replace(made.plan, buckets=(change(made.plan.buckets[0]), *made.plan.buckets[1:]))
     found = certify(trace, plan, GLOO)
@@ -553,7 +553,7 @@ def test_a_member_of_two_buckets_is_refused(place: int) -> None:
         apply_buckets(program, plan)
 
 
-def test_a_bucket_over_axes_or_of_what_ops_wait_for_is_refused() -> None:
+def test_a_bucket_over_several_axes_or_of_awaited_tensors_is_refused() -> None:
     model, batch = zoo_small.llama()
     trace = capture(model, (), batch)
     options = PlanOptions(constraints=(constraints.megatron(tp="tensor", dp=2),))
@@ -575,7 +575,7 @@ def test_a_bucket_over_axes_or_of_what_ops_wait_for_is_refused() -> None:
     )
 
 
-def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> None:
+def test_a_bucket_of_prefetched_and_deferred_tensors_is_refused() -> None:
     _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
     gathers = next(b for b in made.plan.buckets if b.phase == "forward")
     assert gathers.collective.kind == "all_gather"
@@ -588,7 +588,7 @@ def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> Non
         emit_stage(trace, replace(made.plan, buckets=(mixed,)))
 
 
-def test_emission_refuses_an_illegal_bucket_by_itself() -> None:
+def test_emission_refuses_an_illegal_bucket() -> None:
     _, _, trace, made = planned("gpt2", "ddp")
     bucket = made.plan.buckets[0]
     for wrong in (
@@ -600,14 +600,14 @@ def test_emission_refuses_an_illegal_bucket_by_itself() -> None:
             emit_stage(trace, replace(made.plan, buckets=(wrong,)))
 
 
-def test_the_saving_of_all_buckets_and_their_absence_are_checked() -> None:
+def test_the_certificate_checks_the_savings_of_buckets_and_missing_buckets() -> None:
     _, _, trace, made = planned("gpt2", "ddp")
     less = replace(made.plan.prediction, in_buckets_s=made.plan.prediction.in_buckets_s / 2)
     assert "time: buckets save" in str(certify(trace, replace(made.plan, prediction=less), GLOO))
     assert not certify(trace, replace(made.plan, buckets=()), GLOO).ok
 
 
-def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bucket_exceeds_the_maximum_size(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, trace, made = planned("gpt2", "ddp")
     most = made.plan.buckets[0].collective.bytes // 2
     monkeypatch.setattr(collective, "BUCKET_BYTES", most)
@@ -624,7 +624,7 @@ def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_gathers_over_two_axes_share_buckets_of_either() -> None:
+def test_gathers_over_two_axes_are_in_buckets_of_each_axis() -> None:
     model, batch, trace, _ = planned("vit", "fsdp")
     made = make_plan(
         trace, Mesh({"a": 2, "b": 2}), H100, PlanOptions(constraints=(constraints.fsdp(),))
@@ -652,7 +652,7 @@ def test_an_older_plan_has_no_buckets() -> None:
     assert len(emit_stage(trace, older).collectives) == len(older.steps())
 
 
-def test_a_broken_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_bucket_pass_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above can fail: segments that come back in another order."""
     model, batch, trace, made = planned("gpt2", "ddp")
 
@@ -695,7 +695,7 @@ def test_a_file_with_a_damaged_bucket_is_refused(
         Plan.loads(json.dumps(data))
 
 
-def test_compiled_passes_are_the_same() -> None:
+def test_compiled_bucket_passes_are_the_same() -> None:
     """Both are one operator of torch's, whose settings are literals."""
 
     def through(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:

@@ -128,7 +128,9 @@ CALLED = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CALLED)
-def test_a_capture_computes_the_plain_model(name: str, dtype: torch.dtype) -> None:
+def test_a_capture_matches_the_plain_model_for_all_memory_formats(
+    name: str, dtype: torch.dtype
+) -> None:
     trace, model, xs, weights = captured(CASES[name], dtype)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     given = dict(flatten_call((xs, weights), {})[0])
@@ -150,7 +152,7 @@ SPLIT = [
 
 
 @pytest.mark.parametrize(("name", "seed"), SPLIT)
-def test_random_plans_compute_the_plain_model(name: str, seed: int) -> None:
+def test_random_plans_match_the_plain_model_for_all_memory_formats(name: str, seed: int) -> None:
     trace, model, xs, weights = captured(CASES[name], torch.float64)
     ready = prepared_trace(trace, Mesh.parse("2"), HardwareProfile.load("cpu-gloo"))
     _, program = random_plan(ready, seed, recompute_otherwise=True)

@@ -1,4 +1,4 @@
-"""Drawing categories: torch.multinomial, and what torch.distributions makes of it."""
+"""Categorical draws: torch.multinomial, and the distributions of torch that use it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Policy(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", ["2", "a=2,b=2"])
-def test_a_policys_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(
+def test_draws_loss_and_gradients_of_a_policy_match_the_plain_model_under_random_layouts(
     mesh: str,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ class Drawing(nn.Module):
 
 
 @pytest.mark.parametrize(("num", "replacement"), [(1, False), (2, False), (3, True)])
-def test_categories_come_as_often_as_torch_draws_them(num: int, replacement: bool) -> None:
+def test_categories_have_the_frequencies_of_torch(num: int, replacement: bool) -> None:
     """To within five standard deviations of 20,000 draws; one without weight never comes, nor
     one twice without replacement."""
     model, x = Drawing(num, replacement), torch.zeros(20000)

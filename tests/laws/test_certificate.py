@@ -1,5 +1,5 @@
-"""`autopar.check`: plans as they are made pass; a plan with any one claim changed does not, and
-the certificate says which."""
+"""`autopar.check` certifies unchanged plans, and refuses a plan with any changed claim and names
+the claim."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Built = tuple[Trace, Plan]
 
 
 class Net(nn.Module):
-    """Two convolutions with a batch norm, a head."""
+    """A model with two convolutions, a batch norm and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ SLOW = ("llama, tight", "llama, by experts", "llama, bfloat16", "gpt2, ample")
     "make",
     [pytest.param(m, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, m in PLANS.items()],
 )
-def test_a_plan_as_it_is_made_is_certified_with_the_gap_that_it_claims(
+def test_an_unchanged_plan_is_certified_with_its_gap(
     make: Callable[[], Built],
 ) -> None:
     trace, plan = make()
@@ -663,7 +663,7 @@ def stated() -> Callable[..., Priced]:
 
 
 @pytest.mark.parametrize(("change", "finding"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_plan_of_which_one_claim_is_changed_is_refused_for_that(
+def test_a_plan_with_one_changed_claim_is_refused_with_that_claim(
     tight: Built,
     stated: Callable[..., Priced],
     change: Change,
@@ -711,7 +711,7 @@ def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-def test_whatever_number_of_a_plan_is_changed_the_plan_is_refused(
+def test_a_plan_with_any_changed_number_is_refused(
     tight: Built, stated: Callable[..., Priced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Context, "problem", stated)
@@ -736,7 +736,7 @@ def test_whatever_number_of_a_plan_is_changed_the_plan_is_refused(
     assert num_read > 75
 
 
-def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_certificate_runs_no_solver(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a certificate needs no solver")
 
@@ -754,7 +754,7 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("returns", (False, True))
-def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(
+def test_the_memory_that_is_live_at_a_moment_equals_that_of_the_planner(
     tight: Built, returns: bool
 ) -> None:
     model, batch = shown(2048)
@@ -781,7 +781,7 @@ def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(
     )
 
 
-def test_what_the_user_calls_finds_the_profile_and_names_another_batch() -> None:
+def test_check_finds_the_profile_and_refuses_another_batch() -> None:
     model, batch = conv()
     plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo")
     assert autopar.check(plan, model, batch).ok
@@ -798,7 +798,7 @@ def test_what_the_user_calls_finds_the_profile_and_names_another_batch() -> None
         autopar.check(nowhere, model, batch)
 
 
-def test_a_plan_by_the_other_solver_has_no_multipliers_and_is_certified_all_the_same() -> None:
+def test_a_plan_of_the_other_solver_is_certified_without_multipliers() -> None:
     trace, plan = planned("conv", LINE, GLOO, solver="cbc")
     assert plan.proof.certified_bound_s == 0.0 and not plan.proof.potentials
     found = certify(trace, plan, GLOO)

@@ -1,4 +1,4 @@
-"""The certified bound against brute force and against the relaxation, on generated small
+"""The certified bound compared with brute force and with the relaxation, on generated small
 problems."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ SIZES = {
 @pytest.mark.slow
 @examples(100)
 @given(case=st.sampled_from(CASES), number=st.integers(0, 100), seed=st.integers(0, 2**32), **SIZES)
-def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
+def test_no_plan_is_below_the_bound_for_any_multipliers(
     case: Case, number: int, seed: int, size: float, share: float, shift: float
 ) -> None:
     """From the relaxation's, where the bound is near the optimum: some changed a little or a
@@ -132,7 +132,7 @@ def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
     ) <= best * (1 + 1e-9)
 
 
-def test_what_an_op_does_not_read_where_it_runs_again_has_no_multiplier_there() -> None:
+def test_operands_that_recompute_does_not_read_have_no_multiplier_there() -> None:
     case = Case(1, LINE, True, unasked=True)
     budget = front(case)[0][0]
     known = relaxed(case, budget)
@@ -160,7 +160,7 @@ SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
     balance=SHARES,
     **SIZES,
 )
-def test_whatever_the_balance_is_no_plan_is_below_the_bound(
+def test_no_plan_is_below_the_bound_for_any_balance(
     case: Case,
     number: int,
     seed: int,
@@ -203,7 +203,7 @@ def at_prices(p: Problem, balance: tuple[float, float]) -> tuple[Formulation, En
 
 
 @pytest.mark.parametrize("balance", [(1.0, 1.0), (0.5, 0.0), (0.3, 0.8)])
-def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(
+def test_at_every_balance_the_multipliers_prove_the_relaxation(
     balance: tuple[float, float],
 ) -> None:
     for case in BESIDE:
@@ -214,9 +214,7 @@ def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(
 
 
 @pytest.mark.slow
-def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_relaxation_does() -> (
-    None
-):
+def test_of_two_vertices_the_one_with_the_higher_bound_is_kept() -> None:
     later, kinds = [], [0, 0]
     budgets = [(case, front(case)[0][0]) for case in (*BESIDE, *CASES)]
     for case, budget in (
@@ -244,14 +242,14 @@ def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_re
     assert any(later) and all(kinds), "rows (9) prove something, and that a version is kept once"
 
 
-def test_a_balance_beyond_its_range_proves_nothing() -> None:
+def test_a_balance_outside_its_range_gives_no_bound() -> None:
     with pytest.raises(AssertionError, match="proves nothing"):
         lower_bound(BESIDE[0].problem(), {}, [], (1.0, 1.1))
 
 
 @examples(150)
 @given(seed=st.integers(0, 2**16), **SIZES)
-def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_costs(
+def test_without_a_gap_no_multipliers_prove_more_than_the_optimum(
     seed: int, size: float, share: float, shift: float
 ) -> None:
     """The relaxation has no gap here, so that whatever the bound forgets to subtract is seen;
@@ -279,7 +277,7 @@ def test_where_little_is_to_be_chosen_no_multipliers_prove_more_than_what_that_c
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_what_versions_are_worth_to_backward_is_paid_for_in_forward(seed: int) -> None:
+def test_the_value_of_kept_versions_in_backward_is_paid_for_in_forward(seed: int) -> None:
     """From multipliers that prove all that the best plan costs: some layouts of a tensor are worth
     more to one of backward's readers, and that is paid for by κ, μ, ν or ω. Nothing proves more."""
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
@@ -372,7 +370,7 @@ def by_hand(num_readers: int = 1) -> Problem:
 @pytest.mark.parametrize(
     ("budget", "best"), [(AMPLE, 5.0), (32 + 128, 5.0), (32 + 64, 6.0), (32 + 32, 7.0)]
 )
-def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(
+def test_in_a_handwritten_problem_the_best_multipliers_prove_exactly_the_optimum(
     budget: int, best: float
 ) -> None:
     """Three ops of a second, two gathers in forward, and one in backward for whatever is not
@@ -393,7 +391,9 @@ def test_by_hand_no_multipliers_prove_more_than_the_best_and_some_prove_it(
 
 
 @pytest.mark.parametrize("num_readers", [1, 2, 3])
-def test_by_hand_whatever_versions_are_worth_no_more_is_proven(num_readers: int) -> None:
+def test_in_a_handwritten_problem_no_value_of_versions_proves_more_than_the_optimum(
+    num_readers: int,
+) -> None:
     """As above, with a second for each b, and two gathers."""
     p, rng, best = by_hand(num_readers), random.Random(0), 4.0 + num_readers
     readers = [(v, use, False) for v in (0, 1) for use in range(num_readers if v else 1)] + [
@@ -414,7 +414,7 @@ def test_by_hand_whatever_versions_are_worth_no_more_is_proven(num_readers: int)
     assert max(proven) >= best - 1.0, "and near to that something is"
 
 
-def test_by_hand_what_one_reader_has_anyway_pays_for_no_gather_of_anothers() -> None:
+def test_in_a_handwritten_problem_a_version_of_one_reader_pays_for_no_gather_of_another() -> None:
     """y is read in halves, and whole: its gather is paid though to the one it is worth less than
     nothing, and arrives for backward."""
     prices = {
@@ -426,7 +426,7 @@ def test_by_hand_what_one_reader_has_anyway_pays_for_no_gather_of_anothers() -> 
     assert lower_bound(by_hand(2), prices, [], versions={1: Versions({1: 1.0}, {}, {})}) <= 6.0
 
 
-def test_multipliers_of_the_wrong_sign_prove_nothing() -> None:
+def test_multipliers_with_the_wrong_sign_give_no_bound() -> None:
     plain = CASES[1].problem()
     wrong = changed(plain, Multipliers(0.0, {}, {}), random.Random(0), -1.0, 1.0, 0.0)
     positive = {
@@ -438,7 +438,7 @@ def test_multipliers_of_the_wrong_sign_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_relaxations_multipliers_prove_what_the_relaxation_does(case: Case) -> None:
+def test_the_multipliers_of_the_relaxation_prove_the_relaxation(case: Case) -> None:
     plain = replace(case.problem(), moments=())
     tight, num_priced = front(case), 0
     for budget in (AMPLE, *(size for size, _ in tight[1 : len(tight) : 2])):
@@ -456,7 +456,7 @@ def test_the_relaxations_multipliers_prove_what_the_relaxation_does(case: Case) 
     assert num_priced > 0, "some budget has a price"
 
 
-def test_without_multipliers_the_bound_is_the_least_time_of_every_op() -> None:
+def test_without_multipliers_the_bound_is_the_sum_of_the_least_times_of_ops() -> None:
     p = CASES[0].problem()
     least = sum(op.count * min(s.time_s for s in op.strategies) for op in p.ops)
     assert lower_bound(p, {}, []) == pytest.approx(least)
@@ -464,7 +464,7 @@ def test_without_multipliers_the_bound_is_the_least_time_of_every_op() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bound_counts_what_no_plan_can_avoid(case: Case) -> None:
+def test_with_one_strategy_per_op_the_bound_is_the_cost_of_the_plan(case: Case) -> None:
     """Where every op has one strategy left and nothing runs again, the multipliers of the
     relaxation prove the plan's own cost."""
     p = case.problem()
@@ -481,7 +481,7 @@ def test_the_bound_counts_what_no_plan_can_avoid(case: Case) -> None:
     )
 
 
-def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
+def test_a_memory_price_subtracts_the_budget_and_adds_the_least_bytes() -> None:
     p = replace(CASES[1].problem(), budget_bytes=100)
     free = lower_bound(p, {}, [])
     static = [op.count * np.array([s.static_bytes for s in op.strategies]) for op in p.ops]
@@ -495,7 +495,7 @@ def test_a_price_of_memory_takes_the_budget_and_gives_the_least_bytes() -> None:
 
 
 @pytest.mark.parametrize("case", [Case(0, LINE, hosts=1.0), Case(1, SQUARE, hosts=1.0)], ids=str)
-def test_with_hosts_arithmetic_proves_what_the_search_says_and_no_more_than_the_best(
+def test_with_host_memory_the_certified_bound_is_that_of_the_search(
     case: Case,
 ) -> None:
     """At the prices of tight budgets, where waiting on a host costs less than the memory it

@@ -1,5 +1,5 @@
-"""Plans with stages are certified as they are made, and not when any one claim of the whole or
-of a stage is changed."""
+"""Unchanged plans with stages are certified. A plan with one changed claim of the whole or of a
+stage is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROFILE = HardwareProfile.load("cpu-gloo")
 
 @dataclass(frozen=True)
 class Made:
-    """A plan and what it is certified against."""
+    """A plan and the inputs of its certificate."""
 
     plan: Plan
     whole: Trace
@@ -71,7 +71,7 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
-def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which_no_arithmetic_proves(  # noqa: E501
+def test_units_are_searched_if_multipliers_do_not_prove_the_requested_gap(
     made: Made,
 ) -> None:
     model, batch = zoo.build("gpt2")
@@ -99,7 +99,7 @@ def test_where_multipliers_prove_less_than_is_asked_for_units_are_searched_which
     assert "bound" in {f.claim for f in made.certificate(claimed).findings}
 
 
-def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
+def test_the_bound_of_one_stage_is_its_bound_times_the_microbatches() -> None:
     model, batch = zoo.build("gpt2")
     whole, planned = plan_model(
         model,
@@ -123,7 +123,7 @@ def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
     assert "bound" in {f.claim for f in certify(whole, proven_more, PROFILE, staged).findings}
 
 
-def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(
+def test_a_bound_that_ignores_the_gain_from_boundary_layouts_is_detected(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crosses = Parting._crosses
@@ -356,7 +356,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_one_changed_claim_is_found(made: Made, name: str) -> None:
+def test_one_changed_claim_of_stages_is_detected(made: Made, name: str) -> None:
     change, claim = CHANGES[name]
     changed = change(made.plan)
     assert changed != made.plan
@@ -390,14 +390,14 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
         ),
     ],
 )
-def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(
+def test_an_inconsistent_plan_with_stages_is_refused_when_it_is_read(
     made: Made, change: Callable[[Plan], Plan], complaint: str
 ) -> None:
     with pytest.raises(PlanError, match=complaint):
         Plan.loads(change(made.plan).dumps())
 
 
-def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:
+def test_explain_refuses_a_value_that_crosses_no_cut(made: Made) -> None:
     with pytest.raises(
         PlanError, match="nowhere crosses a cut, but stage 0 has no decision about it"
     ):
@@ -418,7 +418,7 @@ class NamedByParameter(nn.Module):
         return self.head(hidden).square().mean()
 
 
-def test_a_stage_may_begin_with_a_parameter_where_a_module_begins_too() -> None:
+def test_a_stage_may_begin_with_a_parameter_of_a_module() -> None:
     model, batch = NamedByParameter(), {"x": torch.randn(12, 16), "label": torch.zeros(12).long()}
     four = autopar.constraints.pipeline("a", microbatches=2, schedule="gpipe")
     plan = autopar.plan(

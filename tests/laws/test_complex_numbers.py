@@ -1,5 +1,5 @@
-"""Complex numbers, in parameters and on the way, read conjugated or by their parts: computed,
-counted and clipped as torch does."""
+"""Complex parameters and activations, also conjugated or read by parts, are computed, counted and
+clipped as in torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def waves(how: str, dtype: str) -> tuple[Waves, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", TURNED)
-def test_plans_compute_the_model_and_take_the_memory_that_is_predicted(
+def test_plans_of_complex_models_match_the_model_and_the_predicted_memory(
     how: str, dtype: str
 ) -> None:
     model, batch = waves(how, dtype)
@@ -84,7 +84,7 @@ def test_plans_compute_the_model_and_take_the_memory_that_is_predicted(
         assert {g.dtype for g in gradients} == {torch.float32, DTYPES[dtype]}
 
 
-def test_a_tensor_is_read_as_it_lies_conjugated_and_negated() -> None:
+def test_conjugated_and_negated_views_are_read_correctly() -> None:
     numbers = torch.randn(4, dtype=torch.complex64)
     base = torch.view_as_real(numbers).flatten()
     for x in (numbers, numbers[1:].conj(), numbers.conj().imag, numbers.imag):
@@ -93,7 +93,7 @@ def test_a_tensor_is_read_as_it_lies_conjugated_and_negated() -> None:
     assert numbers.conj().is_conj() and numbers.conj().imag.is_neg()
 
 
-def test_complex_replicas_may_differ_by_rounding_alone() -> None:
+def test_complex_replicas_may_differ_only_by_rounding() -> None:
     x, replicated = torch.randn(4, dtype=torch.complex128), Layout.parse("R")
     near, apart = ([x, x * (1 + share)] for share in (1e-13, 1e-9))
     assert torch.equal(join(near, replicated, Mesh({"gpu": 2}), (4,), 1e-11), x)
@@ -101,7 +101,7 @@ def test_complex_replicas_may_differ_by_rounding_alone() -> None:
         join(apart, replicated, Mesh({"gpu": 2}), (4,), 1e-11)
 
 
-def test_a_precision_leaves_complex_parameters_as_they_are() -> None:
+def test_a_precision_does_not_cast_complex_parameters() -> None:
     model, batch = waves("product", "complex")
     plan = autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo", precision="bf16")
     assert (
@@ -110,7 +110,7 @@ def test_a_precision_leaves_complex_parameters_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-def test_the_norm_of_complex_gradients_among_real_ones_is_torchs(norm_type: float) -> None:
+def test_the_norm_of_complex_and_real_gradients_equals_that_of_torch(norm_type: float) -> None:
     model, batch = waves("conjugated", "complex")
     plain = copy.deepcopy(model)
     pm = autopar.compile(model, 1, example_inputs=batch, hardware="cpu-gloo")
@@ -125,7 +125,7 @@ def test_the_norm_of_complex_gradients_among_real_ones_is_torchs(norm_type: floa
         torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), p.grad)
 
 
-def test_the_norm_is_in_double_precision_where_parts_of_a_complex_gradient_are() -> None:
+def test_the_norm_of_complex128_gradients_is_in_float64() -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex128))
     parameter.grad = torch.tensor([3.0 + 4.0j, 0.0, 1e-9j], dtype=torch.complex128)
     norm = clip_grad_norm_([parameter], 10.0)
@@ -134,7 +134,7 @@ def test_the_norm_is_in_double_precision_where_parts_of_a_complex_gradient_are()
     )
 
 
-def test_a_complex_product_takes_as_long_as_four_of_its_parts() -> None:
+def test_a_complex_product_takes_the_time_of_four_real_products() -> None:
     profile = HardwareProfile.load("h100-sxm")
     work = Work(10**12, 0, "matmul")
     assert compute_time(work, torch.complex64, profile) == compute_time(

@@ -123,7 +123,7 @@ def test_every_activation_is_split_along_the_sequence(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
+def test_context_parallelism_with_data_and_tensor_parallelism_and_sharded_parameters() -> None:
     mesh = Mesh({"data": 2, "context": 2, "tensor": 2})
     made, model, batch = planned("llama", mesh, megatron(tp=2, cp=2, dp=2, zero=3))
     assert moved(made, "forward", "all_gather", 1).total() >= 2 * LAYERS
@@ -134,7 +134,7 @@ def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
     assert autopar.verify(made.plan, model, batch).ok
 
 
-def test_memory_is_predicted_of_the_rank_whose_queries_see_the_most_keys() -> None:
+def test_memory_is_predicted_for_the_rank_whose_queries_see_the_most_keys() -> None:
     batch, force = {"x": torch.randn(2, 36, 8)}, (context_parallel("context"),)
     _, made = plan_model(
         Attending(),
@@ -153,7 +153,7 @@ def test_memory_is_predicted_of_the_rank_whose_queries_see_the_most_keys() -> No
 
 
 @pytest.mark.parametrize("beside", [(), (ddp("data"),)], ids=["alone", "data beside"])
-def test_of_what_is_made_of_a_whole_mask_each_device_reads_its_part(
+def test_each_device_reads_its_shard_of_values_computed_from_a_full_mask(
     beside: tuple[Any, ...],
 ) -> None:
     model, batch = Backwards(), {"x": torch.randn(4, S, 8), "mask": torch.randn(4, S, 6)}
@@ -162,7 +162,7 @@ def test_of_what_is_made_of_a_whole_mask_each_device_reads_its_part(
     assert autopar.verify(plan, model, batch).ok
 
 
-def test_a_sequence_that_does_not_divide() -> None:
+def test_a_sequence_not_divisible_by_the_devices() -> None:
     made, model, batch = planned("llama", Mesh({"context": 3}), context_parallel("context"))
     assert autopar.verify(made.plan, model, batch).ok
 
@@ -170,7 +170,7 @@ def test_a_sequence_that_does_not_divide() -> None:
 @pytest.mark.parametrize(
     ("name", "op"), [("opt", "view"), ("mamba", "convolution"), ("mixtral", "view")]
 )
-def test_what_cannot_compute_on_a_part_of_the_sequence_is_named(name: str, op: str) -> None:
+def test_an_op_that_cannot_run_on_a_sequence_shard_is_named(name: str, op: str) -> None:
     model, batch = zoo.build(name, batch=4)
     with pytest.raises(ConstraintError, match=rf"/{op}/forward(.|\n)*shard of the sequence"):
         autopar.plan(
@@ -182,7 +182,7 @@ def test_what_cannot_compute_on_a_part_of_the_sequence_is_named(name: str, op: s
         )
 
 
-def test_a_model_without_a_sequence_refuses() -> None:
+def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(ConstraintError, match="no input has a sequence"):
         autopar.plan(
             Samples(),
@@ -193,7 +193,7 @@ def test_a_model_without_a_sequence_refuses() -> None:
         )
 
 
-def test_degrees_take_axes_from_the_last() -> None:
+def test_degrees_are_assigned_to_axes_from_the_last() -> None:
     mesh = Mesh({"a": 2, "b": 2, "c": 2})
     wish = megatron(tp=2, cp=2, dp=2)
     assert [(p.name, p.axes) for p in parallelisms([wish], mesh)] == [
@@ -208,7 +208,7 @@ def test_degrees_take_axes_from_the_last() -> None:
         list(parallelisms([megatron(cp=3)], mesh))
 
 
-def test_what_was_taken_to_be_the_sequence_is_said_where_an_op_refuses_it() -> None:
+def test_the_error_of_an_op_states_which_dim_is_the_sequence() -> None:
     model, batch = zoo_small.vit()  # of images: their channels are where others have tokens
     said = (
         r"native_layer_norm/.*the sequence \(dim 1 of input pixel_values, \[4, 3, \d+, \d+\]\).* it"
@@ -224,9 +224,7 @@ def test_what_was_taken_to_be_the_sequence_is_said_where_an_op_refuses_it() -> N
         )
 
 
-def test_of_a_batch_of_features_it_is_said_that_there_is_no_sequence_and_what_splits_such_a_model() -> (  # noqa: E501
-    None
-):
+def test_a_batch_of_features_is_refused_with_plans_that_can_split_the_model() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 8))
     said = (
         r"dim 1 of input 0, \[8, 16\], which is the features dim of \(batch, features\), .*: it has"

@@ -1,5 +1,4 @@
-"""Losses whose backward counts samples again: each microbatch takes the count of the whole
-batch."""
+"""Losses whose backward counts samples: each microbatch uses the count of the whole batch."""
 
 from __future__ import annotations
 
@@ -106,13 +105,15 @@ def make_plan(loss: Loss, **options: Any) -> tuple[autopar.Plan, nn.Module, tupl
     ids=["microbatches", "stages"],
 )
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_those_of_the_batch(name: str, options: dict[str, Any]) -> None:
+def test_gradients_of_microbatches_equal_those_of_the_batch(
+    name: str, options: dict[str, Any]
+) -> None:
     found = autopar.verify(*make_plan(LOSSES[name], **options))
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
-def test_gradients_are_wrong_where_a_microbatch_keeps_a_count_of_its_own(
+def test_gradients_are_wrong_if_a_microbatch_uses_its_own_count(
     left_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave_out(part: Trace, given: Sequence[Given]) -> Trace:
@@ -127,7 +128,7 @@ def test_gradients_are_wrong_where_a_microbatch_keeps_a_count_of_its_own(
 
 
 @pytest.mark.parametrize("raised", ["all", "forward", "backward"])
-def test_gradients_are_wrong_where_terms_keep_their_weights(
+def test_gradients_are_wrong_if_terms_keep_their_weights(
     raised: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave_out(part: Trace, edges: Mapping[Edge, int], num: int) -> Trace:
@@ -166,7 +167,7 @@ class CountedOtherwise(torch.autograd.Function):
         return gradient * 2 * z * (y != 2)[:, None] / count, None
 
 
-def test_a_count_in_another_form_is_that_of_the_batch_too() -> None:
+def test_a_count_in_another_form_is_the_count_of_the_batch() -> None:
     found = autopar.verify(*make_plan(CountedOtherwise.apply, num_microbatches=2))
     assert found.ok and found.max_error < 1e-12, str(found)
 
@@ -185,7 +186,7 @@ class Normalised(torch.autograd.Function):
         return gradient * 2 * z / (1 + z.square().sum()), None
 
 
-def test_samples_that_meet_in_backward_alone_are_refused() -> None:
+def test_samples_that_are_coupled_only_in_backward_are_refused() -> None:
     with pytest.raises(CoupledError, match=r"at head/div.Tensor/backward/0 it reads") as refusal:
         make_plan(Normalised.apply, num_microbatches=2)
     assert (
@@ -205,7 +206,7 @@ class WithParts(Classifier):
         return {"loss": counted + mean, "counted": counted.detach(), "mean": mean.detach()}
 
 
-def test_outputs_that_are_divided_by_the_count_of_the_batch_are_returned() -> None:
+def test_outputs_divided_by_the_count_of_the_batch_are_returned() -> None:
     torch.manual_seed(0)
     model = WithParts(two_targets).double()
     batch = {"x": torch.randn(12, 8, dtype=torch.float64), "y": torch.randint(0, 5, (12,))}

@@ -1,5 +1,5 @@
-"""Law: where samples depend on each other stages work on one microbatch, the plan says why, and
-what they compute is the model's."""
+"""If samples depend on each other, stages use one microbatch, the plan gives the reason, and
+results match the model."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_one(plan: autopar.Plan, model: nn.Module, batch: dict[str, Tensor], op
 @pytest.mark.parametrize(
     "axes", [{"stage": 2, "data": 2}, pytest.param({"stage": 4}, marks=pytest.mark.slow)], ids=str
 )
-def test_stages_take_one_microbatch_and_compute_what_the_model_does(
+def test_stages_of_coupled_samples_use_one_microbatch_and_match_the_model(
     name: str, axes: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, op = KINDS[name]
@@ -116,7 +116,7 @@ def test_stages_take_one_microbatch_and_compute_what_the_model_does(
 
 
 @pytest.mark.slow
-def test_so_they_do_where_a_microbatch_would_be_one_sample_which_has_no_statistics() -> None:
+def test_stages_use_one_microbatch_if_smaller_ones_would_have_a_single_sample() -> None:
     plan, model, batch = planned(Normed, {"stage": 4}, pipeline("stage", schedule="auto"))
     check_one(plan, model, batch, "at layers.0.1/")
     few = {
@@ -132,7 +132,7 @@ def test_so_they_do_where_a_microbatch_would_be_one_sample_which_has_no_statisti
     check_one(made, model, few, "at layers.0.1/")
 
 
-def test_so_they_do_in_a_plan_by_name_beside_data_parallelism() -> None:
+def test_stages_of_coupled_samples_work_with_data_parallelism() -> None:
     plan, model, batch = planned(Normed, {"stage": 2, "data": 2}, megatron(pp="stage", dp="data"))
     check_one(plan, model, batch, "at layers.0.1/")
     assert plan.pipeline is not None and all(
@@ -140,7 +140,7 @@ def test_so_they_do_in_a_plan_by_name_beside_data_parallelism() -> None:
     )
 
 
-def test_more_microbatches_where_they_are_asked_for_are_refused_and_the_op_named() -> None:
+def test_several_requested_microbatches_of_coupled_samples_are_refused_with_the_op() -> None:
     asked: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
         ((pipeline("stage", microbatches=4),), {}),
         ((pipeline("stage"),), {"num_microbatches": 2}),
@@ -152,7 +152,7 @@ def test_more_microbatches_where_they_are_asked_for_are_refused_and_the_op_named
         assert "or no number" in caught.value.remedy
 
 
-def test_one_microbatch_that_is_asked_for_needs_no_other_schedule() -> None:
+def test_one_requested_microbatch_needs_no_other_schedule() -> None:
     plan, model, batch = planned(Contrasted, {"stage": 2}, pipeline("stage", microbatches=1))
     assert plan.pipeline is not None and (
         plan.pipeline.num_microbatches,
@@ -164,7 +164,7 @@ def test_one_microbatch_that_is_asked_for_needs_no_other_schedule() -> None:
         planned(Plain, {"stage": 4}, pipeline("stage", microbatches=2))
 
 
-def test_a_free_axis_takes_stages_where_only_they_fit() -> None:
+def test_a_free_axis_gets_stages_if_only_stages_fit() -> None:
     whole = layout("layers.*.0", weight="R")
     alone = planned(Normed, {"gpu": 2}, whole, pipeline())[0]
     assert alone.pipeline is None, "nothing is gained by waiting"

@@ -1,5 +1,5 @@
-"""A model with fewer layers than stages is cut within its layers; one that cannot be cut is
-refused with a remedy that helps."""
+"""A model with fewer layers than stages is cut within its layers. A model that cannot be cut is
+refused with a remedy that works."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_stages_within_layers_equal_the_plain_model(build: type[nn.Module]) -> N
     assert report.ok, str(report)
 
 
-def test_parts_are_as_coarse_as_the_number_of_stages_allows() -> None:
+def test_units_are_as_coarse_as_the_number_of_stages_allows() -> None:
     trace = capture(Deep(), (X,))
     assert [point.module for point in cut_points(trace, 3)] == [
         f"net.trunk.{name}" for name in "wer"
@@ -97,7 +97,7 @@ def test_parts_are_as_coarse_as_the_number_of_stages_allows() -> None:
     assert len(cut_points(trace, 100)) >= 11
 
 
-def test_a_model_of_one_op_with_parameters_is_refused_and_the_remedy_helps() -> None:
+def test_a_model_with_one_op_with_parameters_is_refused_and_the_remedy_works() -> None:
     with pytest.raises(ConstraintError, match="1 parts") as refusal:
         plan(OneLinear(), microbatches=2)
     assert "remove constraints.pipeline()" in refusal.value.remedy

@@ -112,14 +112,14 @@ def test_cuts_are_found_and_stages_equal_the_plain_model(name: str, schedule: st
     assert report.ok, str(report)
 
 
-def test_a_place_whose_gradient_has_no_carrier_is_left_out() -> None:
+def test_a_cut_whose_gradient_cannot_be_transferred_is_skipped() -> None:
     trace = capture(Autocast(), floats(), {})
     names = {point.module: find_refusal(trace, [point.position]) for point in cut_points(trace)}
     illegal = {name for name, refusal in names.items() if refusal is not None}
     assert illegal and {point.module for point in usable_points(trace)[0]} == names.keys() - illegal
 
 
-def test_the_nearest_legal_cuts_are_taken_and_none_is_refused(
+def test_the_nearest_legal_cuts_are_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = capture(Streams(), floats(), {})

@@ -202,7 +202,7 @@ def emulated(folder: Path, which: str, *, with_addresses: bool) -> subprocess.Co
     )
 
 
-def test_no_access_is_out_of_bounds(planted: Path) -> None:
+def test_no_kernel_access_is_out_of_bounds(planted: Path) -> None:
     put(planted)
     done = emulated(planted, "", with_addresses=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -210,7 +210,7 @@ def test_no_access_is_out_of_bounds(planted: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(OUTSIDE))
-def test_an_access_out_of_bounds_is_found(
+def test_an_out_of_bounds_access_is_detected(
     planted: Path, name: str, there: str, fault: str, which: str
 ) -> None:
     put(planted, name, there, fault)
@@ -225,14 +225,16 @@ def test_shared_memory_has_no_race(planted: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "there", "fault"), cases(RACES))
-def test_a_race_in_shared_memory_is_found(planted: Path, name: str, there: str, fault: str) -> None:
+def test_a_race_in_shared_memory_is_detected(
+    planted: Path, name: str, there: str, fault: str
+) -> None:
     put(planted, name, there, fault)
     done = watched(planted, "device_driver.cpp", variant="emulated-thread")
     assert done.returncode == RACE_FOUND and RACE in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(DIVERGENT))
-def test_a_barrier_that_not_all_threads_reach_is_found(
+def test_a_barrier_that_not_all_threads_reach_is_detected(
     planted: Path, name: str, there: str, fault: str, which: str
 ) -> None:
     put(planted, name, there, fault)
@@ -242,7 +244,7 @@ def test_a_barrier_that_not_all_threads_reach_is_found(
 
 
 @pytest.mark.parametrize(("name", "there", "fault", "which"), cases(UNWRITTEN))
-def test_what_nothing_writes_is_found(
+def test_a_read_of_unwritten_memory_is_detected(
     planted: Path, name: str, there: str, fault: str, which: str
 ) -> None:
     put(planted, name, there, fault)

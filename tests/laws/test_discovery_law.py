@@ -1,5 +1,5 @@
-"""What discovery finds in the small holds in the large: options found with every row of the table
-hidden obey the law on the call itself, and most of the table's options are found again."""
+"""Options that discovery finds on small operands, with all rows of the table hidden, are valid
+for the full call, and include most options of the table."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", SOME, ids=str)
-def test_what_is_found_in_the_small_holds_in_the_large(op: Any) -> None:
+def test_options_discovered_on_small_operands_are_valid_for_the_full_call(op: Any) -> None:
     count = counted(op)
     assert count["found"] >= count["both"] == count["table"] > 0
 
 
 @pytest.mark.slow
-def test_all_that_is_found_holds_and_most_of_the_table_is_found() -> None:
+def test_all_discovered_options_are_valid_and_most_of_the_table_is_discovered() -> None:
     apart = {ops.flex_attention, ops.flex_attention_backward}  # most options need places of parts
     count = sum((counted(op) for op in CASES if op not in apart), Counter())
     assert count["both"] >= 0.8 * count["table"], count

@@ -1,5 +1,5 @@
-"""Experts whose tokens are dispatched compute what they do unsplit, whatever is picked; plans
-with them are in `test_dispatch_plans`."""
+"""Dispatched experts match the unsharded op for all picks. Plans with dispatch are in
+`test_dispatch_plans`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def dispatching(call: Call, mesh_shape: tuple[int, ...]) -> list[Strategy]:
     seed=st.integers(0, 99),
     mesh_shape=st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3)]),
 )
-def test_every_strategy_that_dispatches_reproduces_the_whole_op(
+def test_every_dispatch_strategy_matches_the_unsharded_op(
     t: int, k: int, e: int, how: str, seed: int, mesh_shape: tuple[int, ...]
 ) -> None:
     for call, tensors in both(drawn(t, k, e, how, seed)):
@@ -101,14 +101,14 @@ def test_every_strategy_that_dispatches_reproduces_the_whole_op(
             check_strategy(call, tensors, strategy, mesh_shape)
 
 
-def test_tokens_may_be_uneven_and_experts_not() -> None:
+def test_dispatch_supports_uneven_tokens_but_not_uneven_experts() -> None:
     for call, _ in both(drawn(7, 2, 4, "any")):
         assert len(dispatching(call, (4,))) == 1
     for call, _ in both(drawn(8, 2, 3, "any")):
         assert not dispatching(call, (2,))
 
 
-def test_experts_may_be_split_over_a_second_axis_that_gathers() -> None:
+def test_experts_may_be_sharded_over_a_second_axis_that_gathers() -> None:
     """Each rank sends to those of its own column; at most one axis dispatches."""
     call, _ = both(drawn(8, 2, 8, "any"))[0]
     found = dispatching(call, (2, 2))
@@ -128,7 +128,7 @@ def parts(args: tuple[Any, ...], n: int) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("how", PICKS)
-def test_small_integers_are_exact(how: str, n: int) -> None:
+def test_dispatch_of_small_integers_is_exact(how: str, n: int) -> None:
     args = drawn(8, 3, 4, how)
     assert torch.equal(
         torch.cat(dispatched_experts(parts(args, n), Together())), ops.experts(*args)
@@ -145,7 +145,7 @@ def test_small_integers_are_exact(how: str, n: int) -> None:
 
 @needs_host
 @pytest.mark.parametrize("how", PICKS)
-def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -> None:
+def test_kernels_transfer_rows_between_peers_if_requested(how: str) -> None:
     """Ranks that are threads and reach each other's memory; uneven tokens."""
     args = drawn(7, 3, 6, how)
     grad, n = torch.randint(-3, 4, (7, 4)).to(WHOLE), 3
@@ -170,7 +170,7 @@ def test_between_peers_kernels_take_the_rows_where_they_are_asked_to(how: str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tokens_terms_are_added_up_in_the_order_of_experts(dtype: torch.dtype) -> None:
+def test_the_terms_of_a_token_are_added_in_the_order_of_experts(dtype: torch.dtype) -> None:
     """Linears that only scale by powers of two round nothing: then every bit is the unsplit
     op's, whatever order would do to the sums."""
     generator = torch.Generator().manual_seed(0)
@@ -195,7 +195,7 @@ def test_a_tokens_terms_are_added_up_in_the_order_of_experts(dtype: torch.dtype)
         )
 
 
-def test_a_row_that_is_no_number_stays_with_its_token() -> None:
+def test_a_nan_row_affects_only_its_token() -> None:
     args = drawn(8, 2, 4, "any")
     args[0][3] = float("nan")
     args[1][3], args[1][5] = torch.tensor([0, 1]), torch.tensor([4, 4])
@@ -205,7 +205,7 @@ def test_a_row_that_is_no_number_stays_with_its_token() -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
-def test_products_are_those_of_all_rows_shared_among_ranks(mesh_shape: tuple[int, ...]) -> None:
+def test_the_flops_of_all_rows_are_divided_over_ranks(mesh_shape: tuple[int, ...]) -> None:
     for call, _ in both(drawn(64, 2, 8, "any")):
 
         def flops(strategy: Strategy, call: Call = call) -> int:
@@ -317,7 +317,7 @@ def ungated(target: Any) -> Any:
         "gates backward",
     ],
 )
-def test_the_law_catches_a_dispatch_that_is_wrong(
+def test_a_wrong_dispatch_is_detected(
     op: int, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, tensors = both(drawn(8, 2, 4, "any"))[op]
@@ -337,7 +337,7 @@ def test_the_law_catches_a_dispatch_that_is_wrong(
 
 
 @pytest.mark.parametrize("results", [[Partial("sum")], [Replicate()]])
-def test_the_law_catches_results_taken_for_what_they_are_not(results: list[Any]) -> None:
+def test_wrong_result_placements_of_dispatch_are_detected(results: list[Any]) -> None:
     call, tensors = both(drawn(8, 2, 4, "any"))[0]
     rows = Layout((Shard(0),))
     with pytest.raises(RuleError, match="is wrong on shapes"):

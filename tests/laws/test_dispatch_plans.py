@@ -1,5 +1,5 @@
-"""Plans whose experts dispatch are chosen where that is quicker, priced, emitted, run and certified
-as all others.
+"""Plans with dispatched experts are chosen if that is faster, and are priced, emitted, run and
+certified like other plans.
 
 Volumes of the named plan are in `test_expert_parallel`, the op itself is in `test_dispatch`.
 """
@@ -90,7 +90,7 @@ def dispatches(plan: Plan) -> set[bool]:
     [(8, 2, 8, True), (8, 1, 4, True), (8, 4, 2, False), (8, 6, 2, False)],
     ids=["2 of 8 on 8", "1 of 8 on 4", "4 of 8 on 2", "6 of 8 on 2"],
 )
-def test_on_slow_links_tokens_are_dispatched_where_that_moves_less(
+def test_on_slow_links_tokens_are_dispatched_if_that_moves_fewer_bytes(
     num_experts: int, picks: int, devices: int, expected: bool
 ) -> None:
     """Dispatch sends k/P of what gathering does."""
@@ -167,7 +167,7 @@ def free(mesh: Mesh, times: float) -> tuple[Any, Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FREE)
-def test_unasked_the_planner_takes_the_way_that_is_quicker(name: str) -> None:
+def test_the_planner_chooses_the_faster_of_dispatch_and_gather(name: str) -> None:
     mesh, times, expected = FREE[name]
     made, model, batch = free(mesh, times)
     assert dispatches(made.plan) == expected
@@ -178,7 +178,7 @@ def test_unasked_the_planner_takes_the_way_that_is_quicker(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_on_two_axes_unasked_plans_are_right() -> None:
+def test_unconstrained_plans_on_two_axes_match_the_model() -> None:
     mesh = Mesh({"data": 2, "expert": 4})
     made, model, batch = free(mesh, 30.0)
     assert {c.collective.axis for c in own(made.plan)} == {1}
@@ -223,7 +223,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9], ids=["ample", "tight"])
-def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_runs_again(
+def test_priced_dispatch_equals_emitted_dispatch_including_recompute(
     share: float,
 ) -> None:
     torch.manual_seed(0)
@@ -267,7 +267,7 @@ def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_run
 
 
 @pytest.mark.slow
-def test_repriced_it_takes_what_was_predicted_and_other_links_change_it() -> None:
+def test_repricing_a_dispatch_plan_gives_its_prediction_and_depends_on_links() -> None:
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     options = PlanOptions(constraints=(expert_parallel("expert", tokens="dispatched"),))
     trace = capture(model, (), batch)
@@ -286,7 +286,7 @@ def quicker(strategy: OpStrategy, factor: float) -> OpStrategy:
 
 
 @pytest.mark.slow
-def test_on_changed_hardware_a_choice_is_priced_as_the_whole_problem_is() -> None:
+def test_a_choice_on_changed_hardware_is_priced_as_in_the_full_problem() -> None:
     """Its own collectives with the links, its products with the speed of compute, whichever way
     is the runner-up."""
     made, model, batch = free(Mesh({"gpu": 4}), 30.0)
@@ -326,7 +326,7 @@ def test_on_changed_hardware_a_choice_is_priced_as_the_whole_problem_is() -> Non
         assert local.delta_s(factor) == pytest.approx(expected, rel=1e-3), (what, factor)
 
 
-def test_what_is_expected_is_said() -> None:
+def test_explain_states_the_assumed_balance_of_picks() -> None:
     made, _, _ = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     text = " ".join(str(autopar.explain(made.plan)).split())
     assert (
@@ -431,7 +431,7 @@ MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_claim_about_a_nodes_own_collectives_that_does_not_hold_is_found(name: str) -> None:
+def test_a_wrong_claim_about_the_collectives_within_a_node_is_detected(name: str) -> None:
     damage, words = MUTANTS[name]
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     trace = capture(model, (), batch)
@@ -446,14 +446,14 @@ def test_a_claim_about_a_nodes_own_collectives_that_does_not_hold_is_found(name:
     "name",
     ["one is missing", "its bytes", "its phase", "one is listed twice", "its node's strategy"],
 )
-def test_no_program_is_made_of_it(name: str) -> None:
+def test_a_wrong_claim_about_dispatch_is_not_emitted(name: str) -> None:
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     with pytest.raises(PlanError):
         emit_stage(capture(model, (), batch), MUTANTS[name][0](made.plan))
 
 
 @pytest.mark.slow
-def test_the_bound_holds_for_whatever_way_is_taken() -> None:
+def test_the_bound_is_valid_for_dispatch_and_for_gather() -> None:
     proofs = {
         tokens: planned(SQUARE, expert_parallel("expert", tokens=tokens))[0].plan.proof
         for tokens in ("", "dispatched", "gathered")

@@ -1,5 +1,5 @@
-"""autopar's rules beside those of torch's DTensor: every disagreement is listed, with who is right,
-by numbers, and why.
+"""The rules of autopar compared with those of DTensor: every disagreement is listed with the
+numerically correct side and the reason.
 
 The list is `dtensor_disagreements.json`; ``pytest --update-golden`` writes it again and leaves the
 reason of what is new to be filled in.
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks that are not there."""
+    """A mesh of two fake ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -67,16 +67,16 @@ def test_the_disagreements_are_exactly_those_listed(
     )
 
 
-def test_each_has_a_reason() -> None:
+def test_each_disagreement_has_a_reason() -> None:
     assert [row for row in listed() if not row["why"]] == []
 
 
 @pytest.mark.slow
-def test_autopar_is_never_the_wrong_one(found: list[Row]) -> None:
+def test_autopar_is_never_wrong_in_a_disagreement(found: list[Row]) -> None:
     assert [row for row in found if row["verdict"] == "autopar is wrong"] == []
 
 
-def test_what_both_have_is_most_of_what_either_has(mesh: DeviceMesh, found: list[Row]) -> None:
+def test_most_options_are_common_to_both_rule_sets(mesh: DeviceMesh, found: list[Row]) -> None:
     """The comparison compares: torch takes most of what autopar offers, as it is."""
     assert len({call.target for call, _ in cases()}) >= 150 and len(found) <= 160
     call, tensors = call_on(aten.mm.default, (x := real(4, 6), w := real(6, 8)), {}, x @ w)
@@ -85,7 +85,7 @@ def test_what_both_have_is_most_of_what_either_has(mesh: DeviceMesh, found: list
     assert asked(call, tensors, (Shard(0), Shard(0)), mesh) is None
 
 
-def test_numbers_decide() -> None:
+def test_the_verdict_is_decided_numerically() -> None:
     torch.manual_seed(0)
     call, tensors = call_on(aten.mm.default, (x := real(4, 6), w := real(6, 8)), {}, x @ w)
     assert holds(call, tensors, (Shard(1), Shard(0)), (P,))
@@ -105,5 +105,7 @@ def test_numbers_decide() -> None:
         (False, None, "autopar is wrong"),
     ],
 )
-def test_a_verdict_names_who_is_wrong(autopar: bool | None, torch_: bool | None, says: str) -> None:
+def test_a_verdict_names_the_wrong_side(
+    autopar: bool | None, torch_: bool | None, says: str
+) -> None:
     assert verdict(autopar, torch_) == says

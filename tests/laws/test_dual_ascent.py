@@ -1,5 +1,5 @@
-"""Dual ascent against the relaxation, brute force and the certificate's arithmetic, on generated
-small problems."""
+"""Dual ascent compared with the relaxation, brute force and the certificate, on generated small
+problems."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def modelled(name: str) -> Problem:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_past_it(
+def test_the_bound_rises_with_each_sweep_and_approaches_the_relaxation_from_below(
     case: Case, balance: OverlapWeights
 ) -> None:
     p, seen = case.problem(), []
@@ -86,7 +86,7 @@ def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_pa
     assert 0.9 * most <= ascent.bound_s <= most * (1 + 1e-9) <= front(case)[-1][1] * (1 + 2e-9)
 
 
-def test_what_an_op_does_not_read_where_it_runs_again_has_no_potential_there() -> None:
+def test_operands_that_recompute_does_not_read_have_no_potential_there() -> None:
     for unasked in (False, True):
         groups = Ascent(Case(1, LINE, unasked=unasked).problem()).groups
         assert any(group.variant == X and group.late for group in groups) != unasked
@@ -94,7 +94,7 @@ def test_what_an_op_does_not_read_where_it_runs_again_has_no_potential_there() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_of_models_it_comes_within_some_per_cent(name: str) -> None:
+def test_dual_ascent_of_models_is_within_a_few_percent_of_the_relaxation(name: str) -> None:
     p = modelled(name)
     most, start, found = relaxation_s(p), quickest_s(p), ascended(p).bound_s
     assert start < found <= most * (1 + 1e-9)
@@ -103,7 +103,7 @@ def test_of_models_it_comes_within_some_per_cent(name: str) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
-def test_arithmetic_proves_what_its_multipliers_say_and_hardly_less_than_the_potentials_did(
+def test_the_certificate_proves_nearly_the_bound_of_the_potentials(
     case: Case, balance: OverlapWeights
 ) -> None:
     p = case.problem()
@@ -122,14 +122,14 @@ def test_arithmetic_proves_what_its_multipliers_say_and_hardly_less_than_the_pot
 @pytest.mark.parametrize(
     "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 4, 5))]
 )
-def test_with_kernels_it_proves_no_more_than_brute_force_finds(seed: int) -> None:
+def test_the_bound_with_kernels_is_at_most_the_brute_force_optimum(seed: int) -> None:
     p = with_kernels(seed)
     kept = ascended(p).multipliers()
     assert 0.0 < kept.bound_s <= proven(p, kept) * (1 + 1e-12) <= best_s(seed) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("case", CASES[:3])
-def test_a_potential_that_is_too_high_proves_less(case: Case) -> None:
+def test_a_too_high_potential_gives_a_lower_bound(case: Case) -> None:
     p = case.problem()
     kept = ascended(p).multipliers()
     worse = 0
@@ -141,14 +141,14 @@ def test_a_potential_that_is_too_high_proves_less(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_plans_from_potentials_are_legal_and_the_same_every_time(name: str) -> None:
+def test_plans_from_potentials_are_legal_and_deterministic(name: str) -> None:
     p = modelled(name)
     plans = [decide_greedily(ascended(p, num=5)) for _ in range(2)]
     assert plans[0] == plans[1]
     assert evaluate(p, plans[0]).objective_s >= relaxation_s(p) * (1 - 1e-9)
 
 
-def test_a_huge_problem_whose_launches_decide_is_answered_without_a_relaxation(
+def test_a_huge_problem_dominated_by_launches_is_solved_without_a_relaxation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(greedy, "_HUGE", 0)
@@ -172,7 +172,7 @@ def test_a_huge_problem_whose_launches_decide_is_answered_without_a_relaxation(
 
 
 @pytest.mark.slow
-def test_so_is_one_whose_communication_decides_where_the_ascent_comes_upon_a_good_plan(
+def test_a_huge_problem_dominated_by_communication_is_solved_without_a_relaxation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One layer of Mixtral 8×7B, of its true size, on 8×8: the plan without communication takes
@@ -202,7 +202,7 @@ def test_so_is_one_whose_communication_decides_where_the_ascent_comes_upon_a_goo
     )
 
 
-def test_a_plan_that_dual_ascent_proves_is_certified_and_a_potential_that_is_scaled_is_noticed(
+def test_a_plan_proven_by_dual_ascent_is_certified_and_scaled_potentials_are_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(greedy, "_HUGE", 0)
@@ -221,7 +221,7 @@ def test_a_plan_that_dual_ascent_proves_is_certified_and_a_potential_that_is_sca
 
 
 @pytest.mark.slow
-def test_what_is_known_before_a_search_is_no_worse_after_it(
+def test_a_search_keeps_the_solution_and_bound_of_the_ascent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The search begins where the ascent has ended, and its answer is that of a search that

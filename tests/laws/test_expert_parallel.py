@@ -150,7 +150,7 @@ class Sparse(nn.Module):
 
 
 @pytest.mark.slow
-def test_beside_experts_and_data_what_is_made_of_nothing_is_read_in_parts() -> None:
+def test_created_tensors_are_read_as_shards_with_expert_and_data_parallelism() -> None:
     model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
     forced = (expert_parallel("expert", tokens="dispatched"), fsdp("data"))
     _, made = plan_model(
@@ -159,7 +159,7 @@ def test_beside_experts_and_data_what_is_made_of_nothing_is_read_in_parts() -> N
     assert autopar.verify(made.plan, Sparse(model), batch).ok
 
 
-def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
+def test_over_two_axes_tokens_are_gathered_in_sequence() -> None:
     made, model, batch = planned(
         Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="gathered")
     )
@@ -175,7 +175,7 @@ def test_over_two_axes_tokens_are_gathered_along_one_after_the_other() -> None:
     ("mesh", "ep", "zero"),
     [(LINE, 2, 0), (SQUARE, 2, 0), (SQUARE, 4, 0), (SQUARE, 2, 3), (SQUARE, 4, 3)],
 )
-def test_a_device_rests_with_its_share(mesh: Mesh, ep: int, zero: int) -> None:
+def test_a_device_stores_its_share_of_parameters(mesh: Mesh, ep: int, zero: int) -> None:
     """Ψ_e elements of experts and Ψ of all else on D devices: Ψ_e/ep + Ψ, or with ZeRO's stage 3
     both over D."""
     made, model, _ = planned(mesh, megatron(ep=ep, zero=zero))
@@ -193,7 +193,7 @@ def test_a_device_rests_with_its_share(mesh: Mesh, ep: int, zero: int) -> None:
     )
 
 
-def test_a_rank_computes_with_its_own_experts_alone() -> None:
+def test_a_rank_computes_only_its_own_experts() -> None:
     made, _, _ = planned(SQUARE, megatron(ep=2))
     seen = [c for e in made.plan.entries for c in e.nodes if "experts/experts" in c.node]
     assert len(seen) == 2, "forward and backward, of all layers alike"
@@ -218,12 +218,12 @@ def test_a_rank_computes_with_its_own_experts_alone() -> None:
     ],
     ids=["8", "tensor beside", "microbatches", "stages", "recomputed"],
 )
-def test_loss_outputs_and_gradients_are_the_models(mesh: Mesh, asked: Megatron) -> None:
+def test_loss_outputs_and_gradients_match_the_model(mesh: Mesh, asked: Megatron) -> None:
     made, model, batch = planned(mesh, asked, times=2)
     assert autopar.verify(made.plan, model, batch).ok
 
 
-def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> None:
+def test_tensor_parallelism_splits_the_hidden_dim_of_experts() -> None:
     made, model, batch = planned(LINE, tensor_parallel("1d", axes="expert"))
     for phase, lookup_or_head in (("forward", 1), ("backward", 1)):
         assert moved(made, phase, "all_reduce", 0)[B * S * H] == 2 * LAYERS + lookup_or_head, (
@@ -240,7 +240,7 @@ def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> Non
 
 
 @pytest.mark.slow
-def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
+def test_experts_are_not_gathered_below_zero_stage_3() -> None:
     """Held through a step are all parameters but the experts, which are read as they rest."""
     made, model, _ = planned(LINE, megatron(ep=2, zero=2, microbatches=2))
     other = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name)
@@ -298,7 +298,7 @@ def of_type(
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmoe", "deepseek_v3")),
     ],
 )
-def test_other_models_with_experts(kind: str) -> None:
+def test_expert_parallelism_of_other_models(kind: str) -> None:
     model, batch = of_type(kind, **TYPES[kind])
     plan = autopar.plan(
         model,
@@ -311,7 +311,9 @@ def test_other_models_with_experts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_every_setting_of_transformers_is_one_graph(implementation: str) -> None:
+def test_every_expert_implementation_of_transformers_gives_the_same_graph(
+    implementation: str,
+) -> None:
     ours, (model, batch) = [
         capture(*_call(zoo_small.mixtral())),
         of_type("mixtral", implementation, num_local_experts=E, num_experts_per_tok=K),
@@ -331,7 +333,7 @@ def _call(built: tuple[nn.Module, dict[str, Any]]) -> tuple[nn.Module, tuple[()]
 
 
 @pytest.mark.slow
-def test_experts_with_biases_stay_as_they_are() -> None:
+def test_experts_with_biases_are_not_replaced() -> None:
     """They are another op's, so expert parallelism says that there are none it could split."""
     model, batch = of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
     with pytest.raises(ConstraintError, match=r"no experts to shard; only .* without biases"):
@@ -344,14 +346,14 @@ def test_experts_with_biases_stay_as_they_are() -> None:
         )
 
 
-def test_samples_stand_alone_so_that_microbatches_need_no_promise() -> None:
+def test_samples_of_expert_models_are_independent_for_microbatches() -> None:
     made, model, batch = planned(Mesh({"stage": 2}), pipeline("stage", microbatches=2))
     assert not any("promise" in line for line in made.plan.proof.covers)
     assert autopar.verify(made.plan, model, batch).ok
 
 
 @pytest.mark.slow
-def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
+def test_the_planner_splits_experts_without_a_constraint_if_that_is_faster() -> None:
     """Eight devices, eight large experts: to gather tokens moves less than to gather weights,
     and a part of each makes smaller products."""
     config = AutoConfig.for_model(
@@ -382,7 +384,7 @@ def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
 # ── what cannot hold, and the words ──
 
 
-def test_a_model_without_experts_refuses() -> None:
+def test_a_model_without_experts_is_refused() -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(
         ConstraintError, match=r"expert_parallel\(axes=\['expert'\]\): the model has no experts"
@@ -400,7 +402,7 @@ def test_a_model_without_experts_refuses() -> None:
     ("mesh", "asked"),
     [(Mesh({"a": 3}), expert_parallel("a")), (Mesh({"a": 2, "b": 4}), megatron(ep=8))],
 )
-def test_a_number_of_experts_that_does_not_divide_is_named_with_its_op(
+def test_a_number_of_experts_not_divisible_by_the_axis_is_refused_with_the_op(
     mesh: Mesh, asked: Any
 ) -> None:
     with pytest.raises(
@@ -434,7 +436,7 @@ def test_experts_are_split_over_axes_of_data_parallelism() -> None:
 
 
 @pytest.mark.parametrize("wish", [megatron(ep=2, dp=4), megatron(ep=("a", "b"), cp=2, zero=3)])
-def test_a_constraint_is_read_back_as_it_was(wish: Any) -> None:
+def test_an_expert_parallel_constraint_round_trips(wish: Any) -> None:
     assert read_constraint(wish.to_json()) == wish and "ep=" in str(wish)
 
 
@@ -442,7 +444,7 @@ def test_a_constraint_is_read_back_as_it_was(wish: Any) -> None:
     ("tokens", "shown"),
     [("", ""), ("gathered", ", tokens='gathered'"), ("dispatched", ", tokens='dispatched'")],
 )
-def test_how_tokens_meet_their_experts_is_said_and_read_back(tokens: Any, shown: str) -> None:
+def test_the_method_of_expert_parallelism_is_shown_and_round_trips(tokens: Any, shown: str) -> None:
     wish = expert_parallel("a", tokens)
     assert (
         read_constraint(wish.to_json()) == wish
@@ -450,12 +452,12 @@ def test_how_tokens_meet_their_experts_is_said_and_read_back(tokens: Any, shown:
     )
 
 
-def test_there_is_no_third_way() -> None:
+def test_an_unknown_method_of_expert_parallelism_is_refused() -> None:
     with pytest.raises(ConstraintError, match=r"in expert_parallel, got 'copied'"):
         expert_parallel("a", "copied")  # type: ignore[arg-type]
 
 
-def test_one_axis_dispatches() -> None:
+def test_only_one_axis_may_dispatch() -> None:
     with pytest.raises(
         ConstraintError,
         match=(

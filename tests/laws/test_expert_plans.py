@@ -96,7 +96,7 @@ BACKWARD = {
 
 
 @pytest.mark.slow
-def test_megatron_on_llama_emits_exactly_the_hand_written_collectives() -> None:
+def test_megatron_on_llama_emits_exactly_the_collectives_of_a_handwritten_version() -> None:
     gradients = {
         ("backward", "all_reduce", DATA): (
             9 * NUM_LAYERS + 3
@@ -107,9 +107,7 @@ def test_megatron_on_llama_emits_exactly_the_hand_written_collectives() -> None:
 
 
 @pytest.mark.slow
-def test_megatron_on_gpt2_shards_the_fused_projection_by_heads_and_emits_the_hand_written_collectives() -> (  # noqa: E501
-    None
-):
+def test_megatron_on_gpt2_emits_exactly_the_collectives_of_a_handwritten_version() -> None:
     planned = forced("gpt2", fsdp=False)
     storage = {p.name: (p.view, str(p.layout)) for p in planned.program.stages[0].parameters}
     assert storage["transformer.h.0.attn.c_attn.weight"] == ((2048, 3, 2048), "R S(2)")
@@ -165,7 +163,7 @@ def test_fsdp_times_tensor_on_gpt2_gathers_weights_over_data_and_scatters_their_
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_is_priced_is_what_is_emitted(kind: str) -> None:
+def test_priced_collectives_equal_emitted_collectives(kind: str) -> None:
     planned = forced(kind, fsdp=True)
     priced = Counter(planned.plan.issued())
     emitted = Counter(

@@ -1,5 +1,5 @@
-"""Experts whose rows peers write where they are used compute, bit by bit, what they do by
-all-to-alls; what they share is predicted."""
+"""Experts with rows written directly by peers are bitwise equal to experts with all-to-alls, and
+their shared memory is predicted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
 @pytest.mark.parametrize("per_rank", [1, 2])
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("width", [H, 32])
-def test_every_bit_is_that_of_all_to_alls_however_often_the_memory_was_used(
+def test_results_are_bitwise_equal_to_all_to_alls_with_reused_memory(
     width: int, size: int, per_rank: int, dtype: torch.dtype
 ) -> None:
     """Rows of 32 numbers are multiplied where they lie; the others would not begin where they
@@ -51,7 +51,7 @@ def test_every_bit_is_that_of_all_to_alls_however_often_the_memory_was_used(
 
 @pytest.mark.parametrize("per_rank", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_rank: int) -> None:
+def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank: int) -> None:
     """Only the signals hold ranks back; some are late. The memory is the same in all steps."""
     cases = [drawn(size, per_rank, torch.float32, seed) for seed in range(5)]
     expected = [both(ranks, Together) for ranks in cases]
@@ -76,7 +76,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_steps_own_rows(size: int, per_
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: bool) -> None:
+def test_a_step_of_a_graph_is_routed_if_its_last_argument_says_so(backward: bool) -> None:
     size, ranks = 2, [rank[0 if backward else 1 :] for rank in drawn(2, 2, torch.float64, 1)]
     step = dispatched.experts_backward if backward else dispatched.experts
     *operands, act, num, _ = ranks[0]
@@ -103,7 +103,7 @@ def test_a_step_of_a_graph_is_routed_where_its_last_argument_says_so(backward: b
         assert same(mine, [own if backward else [own]] * 2)
 
 
-def test_no_more_ranks_reach_each_other_than_kernels_know() -> None:
+def test_routes_are_limited_to_the_maximum_number_of_ranks_of_the_kernels() -> None:
     for size, kind in ((MOST_RANKS, dispatched.BetweenPeers), (MOST_RANKS + 1, dispatched.InGroup)):
         with provide_peers("many ranks", VirtualRanks(size)):
             assert isinstance(
@@ -111,7 +111,7 @@ def test_no_more_ranks_reach_each_other_than_kernels_know() -> None:
             )
 
 
-def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:
+def test_rows_as_wide_as_gates_use_a_separate_region() -> None:
     """One number per row of tokens and of gates: their regions would be alike but for their
     names."""
     ranks = [
@@ -130,7 +130,7 @@ def test_rows_that_are_as_wide_as_gates_do_not_meet_them() -> None:
 
 
 @pytest.mark.parametrize("per_rank", [1, 2])
-def test_products_read_what_came_where_it_lies(
+def test_products_read_received_rows_in_place(
     per_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, seen, ranks = 3, [], drawn(3, per_rank, torch.float32, 0, h=32)
@@ -158,7 +158,7 @@ def test_products_read_what_came_where_it_lies(
 # ── what they share, and hold ──
 
 
-def test_python_and_c_have_the_same_sizes() -> None:
+def test_python_and_c_compute_the_same_region_sizes() -> None:
     for row_bytes, per_rank, size, most in product((4, 20, 128), (1, 3), WORLDS, (1, 17)):
         sizes = (ctypes.c_int64 * 4)()
         native = library.NativeRoutes(0, 1, row_bytes, per_rank * size, size, 0, most)
@@ -182,9 +182,7 @@ def held_by(peers: Peers, rank: int) -> dict[Any, int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "per_rank"), [(1, 2), (3, 1), (4, 2)])
-def test_what_ranks_share_is_predicted_to_the_byte(
-    size: int, per_rank: int, dtype: torch.dtype
-) -> None:
+def test_the_predicted_shared_memory_is_exact(size: int, per_rank: int, dtype: torch.dtype) -> None:
     for gates in (dtype, torch.float32):
         settings = H, D, per_rank, size, most_of(size), dtype.itemsize, gates.itemsize
         with HostThreads(size) as threads:
@@ -207,7 +205,7 @@ def test_what_ranks_share_is_predicted_to_the_byte(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_lives_meanwhile_is_what_a_fake_group_counts(backward: bool) -> None:
+def test_the_live_memory_of_routes_equals_that_of_a_fake_group(backward: bool) -> None:
     """With balanced picks; a fake group goes both ways, and counts the larger."""
     size, tokens, width, num = 4, 16, 32, 8
     ids = (torch.arange(tokens).view(-1, 1) + torch.arange(2)) % num

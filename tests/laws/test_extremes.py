@@ -1,5 +1,5 @@
-"""Gradients of extremes, which go to the elements that equal them, however these are computed
-again."""
+"""Gradients of max and min go to the elements that equal the extreme, also if the elements are
+recomputed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-def test_no_op_compares_a_value_with_its_extreme_of_another_op(name: str) -> None:
+def test_graphs_do_not_compare_values_with_extremes_of_another_op(name: str) -> None:
     graph = capture(Model(name), (), batch()).graph
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     assert not targets & COMPARED
@@ -70,7 +70,7 @@ def test_no_op_compares_a_value_with_its_extreme_of_another_op(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-def test_gradients_are_those_of_the_plain_model_under_plans_that_compute_values_again(
+def test_gradients_of_extremes_match_the_plain_model_under_recompute(
     name: str,
 ) -> None:
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_values_that_are_no_extremes_of_each_other_are_compared_as_they_are(name: str) -> None:
+def test_other_comparisons_are_unchanged(name: str) -> None:
     class Other(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.where(OTHERS[name](x), x, -x).sum()

@@ -1,5 +1,5 @@
-"""Whatever field of a plan is falsified, `check` refuses the plan, or lists the field as one
-that it does not vouch for."""
+"""For any falsified field of a plan, `check` refuses the plan or lists the field as not
+verified."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_falsified_field_is_refused_or_listed_as_not_verified(name: str) -> No
     assert num > 30
 
 
-def test_a_copy_of_a_parameter_is_called_one() -> None:
+def test_a_copy_of_a_parameter_is_listed_as_a_parameter_copy() -> None:
     torch.manual_seed(0)
     model = Net()
     plan = autopar.plan(
@@ -170,7 +170,7 @@ def reordered(data: Any, rng: random.Random, path: Path = ()) -> Any:
 
 
 @pytest.mark.parametrize("name", ["named", "pipeline"])
-def test_lists_without_an_order_may_be_in_any(name: str) -> None:
+def test_unordered_lists_may_have_any_order(name: str) -> None:
     plan, model = planned(name)
     data = json.loads(plan.dumps())
     other = Plan.loads(json.dumps(reordered(data, random.Random(0))))
@@ -181,7 +181,7 @@ def test_lists_without_an_order_may_be_in_any(name: str) -> None:
     assert certificate.to_json()["unordered"] == list(UNORDERED)
 
 
-def test_what_rests_and_is_read_in_backward_is_said_to_be_kept() -> None:
+def test_stored_values_that_backward_reads_are_listed_as_kept() -> None:
     plan, model = planned("free")
     resting = [k for k in plan.kept if k.node.endswith(("/parameter", "/input"))]
     assert len(resting) > 2

@@ -1,6 +1,5 @@
-"""Models with flex attention are planned, validated and run as the plain model, on every kind of
-plan.
-"""
+"""Models with flex attention are planned and validated, and match the plain model under every
+kind of plan."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def _assert_equal(kind: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SHORT)
-def test_outputs_and_gradients_are_the_plain_models_and_each_op_is_proven(
+def test_outputs_and_gradients_match_the_plain_model_and_each_op_is_validated(
     kind: str, name: str
 ) -> None:
     _assert_equal(kind, name)
@@ -64,12 +63,12 @@ def test_outputs_and_gradients_are_the_plain_models_and_each_op_is_proven(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), LONG)
-def test_outputs_and_gradients_are_the_plain_models_on_all_plans(kind: str, name: str) -> None:
+def test_outputs_and_gradients_match_the_plain_model_under_all_plans(kind: str, name: str) -> None:
     _assert_equal(kind, name)
 
 
 @pytest.mark.slow
-def test_samples_of_microbatches_that_are_counted_are_refused() -> None:
+def test_score_functions_that_use_sample_indices_are_refused_in_microbatches() -> None:
     model, batch = model_of("samples that differ"), batch_of()
     with pytest.raises(autopar.errors.CoupledError, match="flex_attention"):
         autopar.plan(

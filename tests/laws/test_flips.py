@@ -1,5 +1,5 @@
-"""Where a runner-up overtakes: at the factor both cost the same, before it the chosen one is
-better, and a factor of 1 changes nothing."""
+"""The factor at which a runner-up becomes better: at the factor both cost the same, and before it
+the chosen strategy is better. A factor of 1 changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.solve import evaluate
 
 
 class Net(torch.nn.Module):
-    """Two linears and a loss."""
+    """A model with two linear layers and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ OPTIONS = PlanOptions()
 
 
 def priced_for(plan: Plan, trace: Trace, profile: HardwareProfile) -> Priced:
-    """The problem that a plan without stages answers."""
+    """Return the problem of a plan without stages."""
     return next(problems_of(plan, trace, MESH, profile, OPTIONS)).priced
 
 
@@ -52,7 +52,7 @@ MESH = autopar.Mesh({"node": 2, "gpu": 2})
 
 
 @pytest.mark.slow
-def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
+def test_at_its_factor_a_runner_up_costs_as_much_as_the_chosen_strategy() -> None:
     batch = {"x": torch.randn(4096, 128)}
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     plan = planned.plan
@@ -105,7 +105,7 @@ def whole_delta(
     )
 
 
-def test_what_if_tells_the_closest_choices() -> None:
+def test_what_if_lists_the_closest_choices() -> None:
     batch = {"x": torch.randn(4096, 128)}
     plan = autopar.plan(Net(), MESH, example_inputs=batch, hardware=PROFILE)
     found = autopar.what_if(plan, Net(), batch, hardware=PROFILE, num_flips=5)
@@ -127,11 +127,11 @@ def test_the_nearest_root_is_found_on_either_side(root: float, sign: int) -> Non
         assert found == pytest.approx(root, rel=1e-3)
 
 
-def test_without_a_change_of_sign_there_is_no_root() -> None:
+def test_no_root_is_found_without_a_change_of_sign() -> None:
     assert nearest_root(lambda factor: factor) is None
 
 
-def test_where_no_choice_turns_what_is_returned_says_why() -> None:
+def test_if_no_choice_turns_the_reason_is_returned() -> None:
     model, batch = Net(), {"x": torch.randn(64, 128)}
     for mesh, forced, why in (
         (autopar.Mesh({"stage": 2}), [pipeline("stage", microbatches=2)], NO_CHOICE),

@@ -144,7 +144,7 @@ def step_deltas(made: Built, flip: Flip, parts: Iterable[PlanPart]) -> tuple[flo
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "one stage" else pytest.mark.slow) for n in CASES]
 )
-def test_beyond_its_change_the_hardware_turns_a_stage_s_choice_and_before_it_does_not(
+def test_the_choice_of_a_stage_turns_exactly_at_the_stated_change_of_hardware(
     name: str,
 ) -> None:
     made = built(name)
@@ -167,7 +167,7 @@ def test_beyond_its_change_the_hardware_turns_a_stage_s_choice_and_before_it_doe
 
 
 @pytest.mark.slow
-def test_what_stages_decide_together_is_no_choice_of_one() -> None:
+def test_joint_decisions_of_stages_are_not_choices_of_one_stage() -> None:
     made = built("tied")
     plan, part, options, profile = made
     assert plan.pipeline is not None
@@ -182,7 +182,7 @@ def test_what_stages_decide_together_is_no_choice_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_the_public_call_asks_for_the_plan_s_own_hardware_and_says_the_stage() -> None:
+def test_the_public_call_requires_the_hardware_of_the_plan_and_names_the_stage() -> None:
     plan, *_ = built("one stage")
     batch = {"x": torch.zeros(4096, 128)}
     found = autopar.flips(plan, Net(), batch, most=8)
@@ -191,7 +191,7 @@ def test_the_public_call_asks_for_the_plan_s_own_hardware_and_says_the_stage() -
         autopar.flips(plan, Net(), batch, hardware=H100)
 
 
-def test_what_moves_a_parameter_once_a_step_is_priced_on_the_changed_hardware_too(
+def test_parameter_communication_once_per_step_is_priced_on_the_changed_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = built("partial sums")

@@ -1,5 +1,5 @@
-"""Folded capture is full capture: node for node on many architectures, and in what is planned
-from it."""
+"""Folded capture equals full capture node for node on many architectures, and gives the same
+plans."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ FAST = ("gpt2 with dropout",)
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """In place of the one that shares captures between tests: here each model is traced anew."""
+    """Replace the fixture that shares captures between tests, so that each model is traced."""
 
 
 def build(name: str, **how: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -186,7 +186,7 @@ def build(name: str, **how: Any) -> tuple[torch.nn.Module, dict[str, torch.Tenso
     "name",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
-def test_folded_is_full_node_for_node(name: str) -> None:
+def test_a_folded_capture_equals_a_full_capture_node_for_node(name: str) -> None:
     model, batch = build(name)
     folded = capture(model, (), batch)
     assert MODELS[name][2] in str(folded.folding)
@@ -195,7 +195,7 @@ def test_folded_is_full_node_for_node(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_folded_trace_computes_the_model_and_plans_as_the_full_one() -> None:
+def test_a_folded_trace_matches_the_model_and_gives_the_plan_of_a_full_trace() -> None:
     model, batch = build("llama", device="cpu")
     traces = [capture(model, (), batch, fold=fold) for fold in (True, False)]
     values = dict(model.named_parameters()), dict(model.named_buffers()), list(batch.values())
@@ -213,7 +213,7 @@ def test_a_folded_trace_computes_the_model_and_plans_as_the_full_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_deep_published_model_is_folded_as_it_is_captured() -> None:
+def test_a_deep_published_model_is_folded() -> None:
     model, batch = hf.build("llama3-70b", dtype=torch.bfloat16, batch=2, seq=4096)
     folded = capture(model, (), batch)
     assert str(folded.folding) == "folded: 80 layers of model.layers"

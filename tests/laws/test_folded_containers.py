@@ -1,5 +1,5 @@
-"""Equal layers are folded in whatever holds them, in the order in which forward calls them; the
-trace is that of a full capture."""
+"""Equal layers are folded in any container, in the order in which forward calls them. The trace
+is that of a full capture."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def tied(model: Net) -> None:
     [hooked, other_buffer, other_constant, in_eval, frozen, tied],
     ids=lambda each: each.__name__,
 )
-def test_a_dict_with_one_layer_that_differs_is_captured_as_it_is(
+def test_a_dict_with_one_different_layer_is_captured_correctly(
     change: Callable[[Net], None],
 ) -> None:
     model = DictOfNames()
@@ -298,7 +298,9 @@ def test_nodes_and_parameters_have_the_names_of_the_registered_modules(kind: typ
 
 
 @pytest.mark.slow
-def test_no_more_nodes_are_traced_of_a_dict_than_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_a_dict_traces_as_few_nodes_as_folding_a_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traced: list[int] = []
     plain = shortened.raw_joint
 
@@ -319,7 +321,7 @@ def test_no_more_nodes_are_traced_of_a_dict_than_of_a_list(monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """In place of the one that shares captures between tests: here each model is traced anew."""
+    """Replace the fixture that shares captures between tests, so that each model is traced."""
 
 
 def batch() -> dict[str, Tensor]:
@@ -327,7 +329,9 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", FOLDED, ids=lambda kind: kind.__name__)
-def test_layers_in_any_container_are_folded_and_the_trace_is_the_full_one(kind: type[Net]) -> None:
+def test_layers_in_any_container_are_folded_with_the_trace_of_a_full_capture(
+    kind: type[Net],
+) -> None:
     model = kind()
     folded = capture(model, (), batch())
     assert str(folded.folding) == f"folded: {FOLDED[kind]}"

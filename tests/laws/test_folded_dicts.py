@@ -63,7 +63,7 @@ class Net(nn.Module):
         ("names", None),
     ],
 )
-def test_a_folded_dict_is_the_full_one_node_for_node(kind: str, folds: bool | None) -> None:
+def test_a_folded_dict_equals_a_full_capture_node_for_node(kind: str, folds: bool | None) -> None:
     model, batch = Net(kind), {"x": torch.randn(4, 8)}
     folded, full = capture(model, (), batch), capture(model, (), batch, fold=False)
     assert_same_trace(folded, full)

@@ -31,7 +31,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_gradients_are_the_plain_models(devices: int) -> None:
+def test_gradients_match_the_plain_model_for_other_memory_formats(devices: int) -> None:
     model, x = Last(), torch.randn(4, 8, 8, 4, generator=torch.Generator().manual_seed(1))
     options = [autopar.constraints.ddp()] if devices > 1 else []
     plan = autopar.plan(
@@ -42,7 +42,9 @@ def test_gradients_are_the_plain_models(devices: int) -> None:
 
 @pytest.mark.parametrize("of_grad", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("of_x", [torch.contiguous_format, torch.channels_last])
-def test_formats_do_not_matter(of_grad: torch.memory_format, of_x: torch.memory_format) -> None:
+def test_results_do_not_depend_on_memory_formats(
+    of_grad: torch.memory_format, of_x: torch.memory_format
+) -> None:
     random = torch.Generator().manual_seed(2)
     x, grad = (torch.randn(2, 8, 3, 5, generator=random, dtype=torch.float64) for _ in range(2))
     weight = torch.randn(8, generator=random, dtype=torch.float64)
@@ -89,7 +91,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("stored", [False, True], ids=["input", "parameter"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_transposition_that_was_contiguous_when_it_was_captured(kind: str, stored: bool) -> None:
+def test_a_transposed_tensor_that_was_contiguous_at_capture(kind: str, stored: bool) -> None:
     function, shape = KINDS[kind]
     laid = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).mT
     model = Turned(function, laid if stored else None).double()

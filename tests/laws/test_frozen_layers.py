@@ -1,5 +1,5 @@
-"""Layers that are alike in forward and not in backward, since all before the first adapter is
-frozen: plans run again only what is read."""
+"""Layers that are equal in forward but not in backward, because everything before the first
+adapter is frozen: plans recompute only what backward reads."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def built(num_layers: int) -> tuple[Net, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_layer_before_which_all_is_frozen_decides_for_itself() -> None:
+def test_the_first_layer_with_an_adapter_has_separate_decisions() -> None:
     model, batch = built(3)
     assert frozen_starts(capture(model, (), batch)) == {
         "layers": (1, 2)
@@ -83,7 +83,7 @@ def test_the_layer_before_which_all_is_frozen_decides_for_itself() -> None:
     assert frozen_starts(capture(model, (), batch)) == {}
 
 
-def test_groups_are_those_in_which_both_are_apart() -> None:
+def test_groups_separate_layers_that_differ_in_forward_or_backward() -> None:
     assert combine_groupings({"a": (1,), "b": (2,)}, {"a": (1, 3), "c": (4,)}) == {
         "a": (1, 3),
         "b": (2,),
@@ -95,7 +95,9 @@ def test_groups_are_those_in_which_both_are_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 @pytest.mark.parametrize("num_layers", [2, 3])
-def test_plans_within_any_budget_run_what_they_list(num_layers: int, share: float) -> None:
+def test_plans_for_any_budget_recompute_exactly_what_they_list(
+    num_layers: int, share: float
+) -> None:
     model, batch = built(num_layers)
     mesh, hardware = Mesh({"a": 2}), load_profile("cpu-gloo-frictionless")
     ample = autopar.plan(model, mesh, example_inputs=batch, hardware=hardware).prediction.peak_bytes

@@ -68,7 +68,7 @@ def tied() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]:
     [fsdp(), tensor_parallel("1d", axes="gpu"), megatron(dp=2, zero=3)],
     ids=["fsdp", "1d", "zero 3"],
 )
-def test_what_holds_in_training_holds_in_evaluation_over_the_same_storage(
+def test_constraints_of_training_apply_in_evaluation_with_the_same_storage(
     case: Any, forced: Any
 ) -> None:
     model, batch, evaluated = case()

@@ -38,7 +38,9 @@ class Noisy(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2", "a=2,b=2"])
-def test_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(mesh: str) -> None:
+def test_gamma_draws_loss_and_gradients_match_the_plain_model_under_random_layouts(
+    mesh: str,
+) -> None:
     torch.manual_seed(0)
     model, batch = Noisy(), {"x": torch.randn(8, 4, 8)}
     ready = prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))
@@ -48,7 +50,7 @@ def test_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(mesh
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 1.0, 3.5, 40.0])
-def test_gamma_numbers_are_distributed_as_torchs(alpha: float) -> None:
+def test_gamma_numbers_have_the_distribution_of_torch(alpha: float) -> None:
     """Shares below nine quantiles of a million of torch's, to within five standard deviations."""
     num, state = 40000, random.initial_state(3)
     tries, unit = (num, random.GAMMA_TRIES), (0.0, 1.0, torch.float64)

@@ -1,5 +1,5 @@
-"""Law: where an op couples samples, data parallelism by name gathers what that op reads of the
-others, says so, and numbers are right."""
+"""If an op couples samples, named data parallelism gathers the operands of that op, reports it,
+and the results match the model."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
 @pytest.mark.parametrize("kind", [*COUPLED, Placed, Masked, Centred])
 @pytest.mark.parametrize("mesh", [LINE, THREE], ids=str)
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
-def test_what_couples_samples_computes_what_the_model_does(
+def test_models_with_coupled_samples_match_the_plain_model(
     kind: type[nn.Module], mesh: Mesh, forced: Constraint
 ) -> None:
     plan, model, batch = planned(kind, mesh, forced)
@@ -169,7 +169,7 @@ def test_what_couples_samples_computes_what_the_model_does(
 
 @pytest.mark.parametrize("kind", [Joined, Contrasted, Placed])
 @pytest.mark.parametrize("forced", [ddp(), fsdp()], ids=str)
-def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_others(
+def test_an_indivisible_batch_is_gathered_for_ops_that_join_samples_with_other_dims(
     kind: type[nn.Module], forced: Constraint
 ) -> None:
     plan, model, batch = planned(kind, THREE, forced, 8)
@@ -191,7 +191,7 @@ def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_ot
         (6, SQUARE, "shards over several axes must be equal"),
     ],
 )
-def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(
+def test_a_batch_with_fewer_samples_than_devices_is_refused_with_the_needed_size(
     num: int, mesh: Mesh, why: str
 ) -> None:
     with pytest.raises(ConstraintError, match=f"a batch of {num} cannot be split.*{why}") as caught:
@@ -199,7 +199,7 @@ def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_ne
     assert f"a multiple of {mesh.num_devices}" in caught.value.remedy
 
 
-def test_so_it_does_beside_tensor_parallelism() -> None:
+def test_coupled_samples_with_tensor_parallelism_match_the_plain_model() -> None:
     plan, model, batch = planned(Contrasted, SQUARE, megatron(tp=2, dp=2, zero=3))
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
 
@@ -218,7 +218,7 @@ def test_the_plan_and_the_log_name_the_op(
 
 
 @pytest.mark.parametrize("kind", [Alone, Placed])
-def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
+def test_nothing_is_gathered_or_reported_for_independent_samples(
     kind: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(kind, LINE, ddp())[0]
@@ -229,7 +229,7 @@ def test_of_a_model_whose_samples_are_alone_nothing_is_gathered_nor_said(
     )
 
 
-def test_a_mean_over_samples_is_summed_and_nothing_is_gathered_nor_said() -> None:
+def test_a_mean_over_samples_is_reduced_without_a_gather_or_a_report() -> None:
     plan = planned(Centred, LINE, ddp())[0]
     assert not moved(plan, "all_gather") and not any(SAYS in line for line in plan.proof.covers)
     dots = [
@@ -259,7 +259,7 @@ def test_a_contrastive_loss_gathers_embeddings_and_scores_rows() -> None:
     assert moved(plan, "reduce_scatter") == {B * WIDTH: 1}, "the gathered side's gradient"
 
 
-def test_behind_an_op_that_needs_all_samples_each_device_goes_on_with_its_own() -> None:
+def test_after_an_op_that_needs_all_samples_each_device_continues_with_its_own() -> None:
     plan = planned(Turned, LINE, ddp())[0]
     dots = [
         n.strategy

@@ -78,7 +78,7 @@ def dtypes(trace: Trace) -> list[tuple[str, torch.dtype]]:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in forward", "around the call"])
-def test_autocast_of_a_gpu_is_captured_as_if_its_casts_were_written_out(inside: bool) -> None:
+def test_gpu_autocast_is_captured_as_explicit_casts(inside: bool) -> None:
     wanted = capture(ByHand(), (), batch())
     if inside:
         found = capture(Net("cuda"), (), batch())
@@ -94,7 +94,7 @@ def test_autocast_of_a_gpu_is_captured_as_if_its_casts_were_written_out(inside: 
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in forward", "around the call"])
-def test_programs_under_autocast_of_a_gpu_are_the_model_under_it(inside: bool) -> None:
+def test_programs_under_gpu_autocast_match_the_model_under_gpu_autocast(inside: bool) -> None:
     torch.manual_seed(0)
     model = Net("cuda" if inside else "")
     with torch.autocast("cpu", enabled=False) if inside else around("cuda"):
@@ -124,7 +124,7 @@ def test_programs_under_autocast_of_a_gpu_are_the_model_under_it(inside: bool) -
         )
 
 
-def test_what_leaves_autocast_by_the_type_of_its_tensors_device_leaves_a_gpus() -> None:
+def test_disabling_autocast_for_the_device_type_of_a_tensor_disables_gpu_autocast() -> None:
     class Island(Net):
         def loss(self, x: Tensor) -> Tensor:
             with torch.autocast(x.device.type, enabled=False):
@@ -143,7 +143,7 @@ def test_what_leaves_autocast_by_the_type_of_its_tensors_device_leaves_a_gpus() 
     assert {dtype for _, dtype in dtypes(trace)} == {torch.float32}
 
 
-def test_a_models_own_autocast_of_a_gpu_has_a_gpus_default_dtype() -> None:
+def test_gpu_autocast_within_a_model_has_the_default_dtype_of_a_gpu() -> None:
     class Half(Net):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cuda"):
@@ -164,7 +164,7 @@ def test_a_models_own_autocast_of_a_gpu_has_a_gpus_default_dtype() -> None:
     ).ok
 
 
-def test_autocast_around_the_call_is_that_around_compile_whatever_device_it_names() -> None:
+def test_a_call_must_have_the_autocast_of_compile_for_any_device_type() -> None:
     with around("cuda"):
         module = autopar.compile(Net(), 1, example_inputs=batch(), hardware="cpu-gloo")
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_autocast_to_two_dtypes_is_refused() -> None:
         capture(Net(), (), batch())
 
 
-def test_what_a_gpus_autocast_refuses_is_refused() -> None:
+def test_ops_that_gpu_autocast_refuses_are_refused() -> None:
     class Unsafe(Net):
         def loss(self, x: Tensor) -> Tensor:
             return F.binary_cross_entropy(self.up(x).sigmoid(), x.sigmoid().detach())
@@ -200,7 +200,7 @@ def test_what_a_gpus_autocast_refuses_is_refused() -> None:
     assert capture(Unsafe("cpu"), (), batch())
 
 
-def test_afterwards_autocast_is_as_before() -> None:
+def test_the_autocast_state_is_restored_afterwards() -> None:
     states = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -231,7 +231,7 @@ _MACROS = {
 }
 
 
-def test_lists_are_those_of_the_torch_that_is_installed() -> None:
+def test_autocast_lists_match_the_installed_torch() -> None:
     text = (Path(torch.__path__[0]) / "include/ATen/autocast_mode.h").read_text()
     there = {
         name.removeprefix("aten::")
@@ -252,7 +252,7 @@ def test_lists_are_those_of_the_torch_that_is_installed() -> None:
     assert sum(map(len, every)) == len(frozenset().union(*every))
 
 
-def test_each_list_casts_what_it_says() -> None:
+def test_each_autocast_list_casts_its_ops() -> None:
     x, wide = torch.randn(4, 4), torch.randn(4, 4, dtype=torch.float64)
     narrow = x.to(BF16)
     with autocast.gpu_autocast(on_gpu=False), torch.autocast("cuda", dtype=BF16):
@@ -287,9 +287,7 @@ def test_each_list_casts_what_it_says() -> None:
         torch.testing.assert_close(narrow.norm(), narrow.float().square().sum().sqrt())
 
 
-def test_of_a_model_on_a_gpu_autocast_of_the_cpu_around_the_call_casts_nothing_and_one_by_device_type_casts_as_there() -> (  # noqa: E501
-    None
-):
+def test_cpu_autocast_around_a_model_on_a_gpu_casts_nothing() -> None:
     x = torch.randn(4, 4)
     with around("cpu"), autocast.gpu_autocast(on_gpu=True):
         assert (x @ x).dtype == torch.float32
@@ -339,7 +337,7 @@ class Again(Net):
 
 @pytest.mark.parametrize("dtype", [torch.float64, None], ids=str)
 @pytest.mark.parametrize("how", ["a checkpoint", "a product", "a product in fp32"])
-def test_what_enters_autocast_again_in_backward_means_what_it_meant_in_forward(
+def test_autocast_entered_in_backward_has_the_meaning_of_forward(
     how: str, dtype: torch.dtype | None
 ) -> None:
     model = Again(how)
@@ -349,7 +347,7 @@ def test_what_enters_autocast_again_in_backward_means_what_it_meant_in_forward(
     assert products == ({BF16, torch.float32} if how == "a product in fp32" else {BF16})
 
 
-def test_an_autocast_that_was_made_before_and_that_torch_disabled_is_told(
+def test_an_autocast_created_earlier_that_torch_disabled_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):

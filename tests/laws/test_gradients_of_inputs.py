@@ -1,4 +1,4 @@
-"""Inputs that require a gradient get the plain model's, whole on every rank, under every plan."""
+"""Input gradients match the plain model, full on every rank, under every plan."""
 
 from __future__ import annotations
 
@@ -77,25 +77,29 @@ def holds(kind: str, found: Planned) -> None:
 
 @pytest.mark.parametrize("plan", ["free", "ddp", "fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_of_samples_give_the_plain_models(kind: str, plan: str) -> None:
+def test_input_gradients_under_data_parallelism_match_the_plain_model(kind: str, plan: str) -> None:
     holds(kind, planned(kind, SQUARE, plan))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp and heads", "sequence"])
-def test_plans_of_heads_and_of_the_sequence_give_the_plain_models(plan: str) -> None:
+def test_input_gradients_under_tensor_and_sequence_parallelism_match_the_plain_model(
+    plan: str,
+) -> None:
     holds("llama", planned("llama", SQUARE, plan))
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor", "loss"])
-def test_however_outputs_come(outputs: str) -> None:
+def test_input_gradients_match_for_every_form_of_outputs(outputs: str) -> None:
     holds("llama", planned("llama", SQUARE, "ddp", outputs=outputs))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", [SQUARE, THREE], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_plans_give_the_plain_models(kind: str, mesh: Mesh, seed: int) -> None:
+def test_input_gradients_under_random_plans_match_the_plain_model(
+    kind: str, mesh: Mesh, seed: int
+) -> None:
     model, batch = built(kind)
     ready = prepared(kind, mesh)
     _, program = random_plan(ready, seed)
@@ -110,7 +114,7 @@ def prepared(kind: str, mesh: Mesh) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["R S(0)", "R P"])
-def test_a_plan_that_leaves_a_gradient_in_parts_is_refused(layout: str) -> None:
+def test_a_plan_that_leaves_an_input_gradient_sharded_is_refused(layout: str) -> None:
     model, batch = built("shifted")
     plan = planned("shifted", SQUARE, "ddp").plan
 
@@ -132,7 +136,7 @@ def test_a_plan_that_leaves_a_gradient_in_parts_is_refused(layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_which_nothing_is_trained_gives_those_of_its_inputs_alone() -> None:
+def test_a_frozen_model_has_only_input_gradients() -> None:
     model, batch = given_back.frozen("llama")
     plan = autopar.plan(
         model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=PLANS["fsdp"]
@@ -144,7 +148,7 @@ def test_a_model_of_which_nothing_is_trained_gives_those_of_its_inputs_alone() -
 
 
 @pytest.mark.slow
-def test_in_a_precision_a_gradient_has_the_dtype_of_its_input() -> None:
+def test_with_a_precision_an_input_gradient_has_the_dtype_of_its_input() -> None:
     model, batch = built("llama")
     plan = autopar.plan(
         model,
@@ -163,7 +167,7 @@ def test_in_a_precision_a_gradient_has_the_dtype_of_its_input() -> None:
     assert made.meta["val"].dtype == given.dtype == torch.float32
 
 
-def test_folded_layers_add_up_the_gradient_of_what_all_of_them_read() -> None:
+def test_folded_layers_sum_the_gradient_of_an_input_that_all_of_them_read() -> None:
     model, batch = given_back.Shifted(12), built("shifted")[1]
     folded, full = (capture(model, (), batch, fold=fold) for fold in (True, False))
     assert folded.folding.runs and not full.folding.runs
@@ -175,7 +179,9 @@ def test_folded_layers_add_up_the_gradient_of_what_all_of_them_read() -> None:
 @pytest.mark.parametrize(
     ("kind", "plan"), [("shifted", "ddp"), ("convolutions", "fsdp"), ("llama", "fsdp and heads")]
 )
-def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
+def test_the_predicted_peak_with_input_gradients_equals_that_of_real_tensors(
+    kind: str, plan: str
+) -> None:
     program = planned(kind, SQUARE, plan).stage_program()
     batch = {name: x.detach() for name, x in built(kind)[1].items()}
     peak, gradients = measured_peak(program, batch)
@@ -185,7 +191,7 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_gathered_is_priced() -> None:
+def test_the_gather_of_an_input_gradient_is_priced() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}
     without = autopar.plan(
@@ -212,7 +218,7 @@ def test_stages_and_microbatches_are_refused_naming_the_input(options: dict[str,
 
 
 @pytest.mark.slow
-def test_where_only_microbatches_would_fit_the_refusal_says_so() -> None:
+def test_if_only_microbatches_would_fit_the_error_says_so() -> None:
     model, batch = built("llama")
     peak = planned("llama", SQUARE, "fsdp").plan.prediction.peak_bytes
     for memory in (int(peak * 0.9), int(peak * 0.5)):
@@ -233,7 +239,7 @@ def test_where_only_microbatches_would_fit_the_refusal_says_so() -> None:
             ).gradients.keys() == wanted("llama")
 
 
-def test_a_plan_without_a_gradient_is_not_one_for_a_call_that_asks() -> None:
+def test_a_plan_without_input_gradients_is_refused_for_a_call_that_needs_them() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}
     plan = planned("llama", SQUARE, "ddp").plan
@@ -248,7 +254,7 @@ def test_a_plan_without_a_gradient_is_not_one_for_a_call_that_asks() -> None:
         autopar.verify(without, model, batch)
 
 
-def test_a_free_pipeline_is_none_for_such_a_call() -> None:
+def test_a_free_pipeline_gets_no_stages_if_input_gradients_are_needed() -> None:
     model, batch = built("llama")
     plan = autopar.plan(
         model, SQUARE, example_inputs=batch, hardware="cpu-gloo", constraints=[asked.pipeline()]

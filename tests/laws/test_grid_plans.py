@@ -420,7 +420,7 @@ FORMULAS: Mapping[tuple[str, str], Callable[[Case], Table]] = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_tensor_sends_what_its_formula_says(case: Case) -> None:
+def test_the_communication_of_every_tensor_equals_its_formula(case: Case) -> None:
     expected = {
         key: elements for key, elements in FORMULAS[case.model, case.grid](case).items() if elements
     }
@@ -436,13 +436,13 @@ def test_every_tensor_sends_what_its_formula_says(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_a_grid_computes_what_the_model_does(case: Case) -> None:
+def test_grid_plans_match_the_model(case: Case) -> None:
     trace, model, batch = captured(case)
     assert verify_program(trace, planned(case).program, model, (), batch).ok
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_its_depth_has(
+def test_parameters_and_their_state_are_sharded_over_the_sides_of_the_grid(
     case: Case,
 ) -> None:
     """But for those that so many parts do not divide, and a fused projection's bias, which
@@ -473,7 +473,7 @@ def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices(
+def test_kept_activations_are_sharded_over_all_devices(
     case: Case,
 ) -> None:
     """But for sums per token, whole on the axis whose features they sum, and what does not
@@ -499,7 +499,7 @@ def test_activations_are_kept_for_backward_in_as_many_parts_as_there_are_devices
 
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
-def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
+def test_the_kept_activations_of_llama_equal_their_formula(case: Case) -> None:
     """Each tensor that backward reads, once: in a layer two norms' results, q, k, v, attention's
     result as made and as its linear reads it, the log of its sums, two sums with the residual, four
     tensors of the MLP."""
@@ -526,7 +526,7 @@ def test_what_a_llama_keeps_for_backward_is_its_formula(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
-def test_of_linears_that_share_nothing_the_papers_volumes_are_met(case: Case) -> None:
+def test_linears_without_shared_operands_have_the_volumes_of_the_papers(case: Case) -> None:
     """o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same with n/d, and
     gradients summed over the depth. 3d: Bian et al., 2021, gather Y's gradient for each of two
     products: (3nk + 3km + 3nm)(q−1)/q³; here once: 2nm."""

@@ -1,5 +1,5 @@
-"""Whatever a program writes a result into, nothing that is still there lies in the same memory,
-and it happens in most models."""
+"""A program writes results in place only into memory that no live value uses. Most models have such
+writes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def built(name: str, mesh: str) -> Prepared:
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_nothing_else_lies_where_a_result_is_written(
+def test_no_live_value_shares_memory_with_an_in_place_result(
     name: str, mesh: str, written: list[fx.Node]
 ) -> None:
     made = built(name, mesh)
@@ -85,7 +85,7 @@ def test_nothing_else_lies_where_a_result_is_written(
 
 
 @pytest.mark.slow
-def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(
+def test_in_place_writes_without_a_check_of_other_readers_are_detected(
     written: list[fx.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: emission does not ask who else has a tensor; a redistribution for another

@@ -1,5 +1,5 @@
-"""Forward alone: plans without gradients and optimizer state compute what the plain model does,
-in less time and memory than a step."""
+"""Inference plans, without gradients and optimizer state, match the plain model with less time and
+memory than a training step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def planned(kind: str, plan: str, **options: Any) -> Planned:
         ("vit", "fsdp"),
     ],
 )
-def test_a_plan_of_forward_alone_is_the_plain_model(kind: str, plan: str) -> None:
+def test_an_inference_plan_matches_the_plain_model(kind: str, plan: str) -> None:
     model, batch = built(kind)
     found = planned(kind, plan).plan
     again = autopar.Plan.loads(found.dumps())
@@ -78,7 +78,7 @@ def test_a_plan_of_forward_alone_is_the_plain_model(kind: str, plan: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["llama", "convolutions"])
-def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
+def test_an_inference_plan_has_no_backward_and_no_memory_for_it(kind: str) -> None:
     model, batch = built(kind)
     here = planned(kind, "fsdp")
     step = plan_model(
@@ -105,14 +105,14 @@ def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")]
 )
-def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
+def test_the_predicted_peak_of_inference_equals_that_of_real_tensors(kind: str, plan: str) -> None:
     program = planned(kind, plan).stage_program()
     peak, _ = measured_peak(program, built(kind)[1], train=False)
     assert trace_peak(program, train=False).peak_bytes == peak == trace_peak(program).peak_bytes
 
 
 @pytest.mark.slow
-def test_what_fits_no_step_fits_inference() -> None:
+def test_a_model_that_does_not_fit_in_training_fits_in_inference() -> None:
     model, batch = built("llama")
     within = 4 * sum(
         p.numel() for p in model.parameters()
@@ -134,7 +134,7 @@ def test_what_fits_no_step_fits_inference() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_in_which_nothing_is_trained_is_planned_for_inference() -> None:
+def test_a_frozen_model_is_planned_for_inference() -> None:
     model, batch = built("gpt2")
     frozen = copy.deepcopy(model).requires_grad_(False)
     plan = autopar.plan(frozen, SQUARE, example_inputs=batch, hardware="cpu-gloo")
@@ -146,7 +146,7 @@ def test_a_model_in_which_nothing_is_trained_is_planned_for_inference() -> None:
     )
 
 
-def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
+def test_an_inference_plan_with_only_the_loss_does_not_return_logits() -> None:
     plan = planned("llama", "heads", outputs="loss")
     assert [t.name for t in plan.program.outputs] == ["loss"]
     assert autopar.verify(plan.plan, *built("llama"), tolerance=TOLERANCE).loss is not None
@@ -158,7 +158,7 @@ def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
     [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}],
     ids=["microbatches", "stages"],
 )
-def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(
+def test_the_loss_of_microbatches_and_stages_is_weighted_by_label_counts(
     options: dict[str, Any],
 ) -> None:
     model, batch = built("llama")
@@ -184,7 +184,7 @@ def test_microbatches_and_stages_have_a_loss_whose_terms_weigh_as_their_labels(
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_torchs_transformer_is_captured_in_the_ops_that_have_rules(grad: bool) -> None:
+def test_the_transformer_of_torch_is_captured_without_fused_inference_ops(grad: bool) -> None:
     """With nothing to differentiate it would take fused ops of its own."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoder(
@@ -205,7 +205,7 @@ def test_torchs_transformer_is_captured_in_the_ops_that_have_rules(grad: bool) -
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_the_models_flags_are_as_they_were() -> None:
+def test_the_requires_grad_flags_of_the_model_are_unchanged() -> None:
     model, batch = built("several")
     trace = capture(model, (), batch, inference=True)
     assert all(p.requires_grad for p in model.parameters())

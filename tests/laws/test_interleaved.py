@@ -1,5 +1,5 @@
-"""Interleaved stages: gradients are the model's, ranks hold what is said and no more than they
-may, and every claim is certified."""
+"""Interleaved stages: gradients match the model, the memory of ranks is the predicted one and
+within the budget, and every claim is certified."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_interleaved_stages_equal_the_plain_model(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-def test_their_plans_are_certified_and_read_back_as_they_were(
+def test_interleaved_plans_are_certified_and_round_trip(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     made, model, batch = request.getfixturevalue(name)
@@ -198,7 +198,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_one_changed_claim_is_found(bare: Made, name: str) -> None:
+def test_one_changed_claim_of_interleaved_stages_is_detected(bare: Made, name: str) -> None:
     change, claim = CHANGES[name]
     made, model, batch = bare
     changed = change(made.plan)
@@ -220,7 +220,7 @@ class _Transfer:
     ("name", "outputs"),
     [("llama", "dtensor"), ("gpt2", "full"), pytest.param("t5", "dtensor", marks=pytest.mark.slow)],
 )
-def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
+def test_the_memory_composed_from_chunks_equals_that_of_the_running_rank(
     name: str, outputs: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the rank's own run of its order, with tensors on the way that nobody sends."""
@@ -283,7 +283,7 @@ def test_what_is_put_together_of_chunks_is_what_the_running_rank_holds(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_forward_and_the_rest_of_a_microbatch_are_those_of_the_time_line(
+def test_forward_and_backward_times_of_a_microbatch_match_the_timeline(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     for stage in pipe_of(request.getfixturevalue(name)[0]).stages:
@@ -311,7 +311,7 @@ def test_the_stages_of_a_rank_share_its_memory() -> None:
         planned("llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget // 4)
 
 
-def test_what_interleaving_refuses() -> None:
+def test_invalid_interleaved_pipelines_are_refused() -> None:
     with pytest.raises(ConstraintError, match="does not support 1 stages per device"):
         pipeline("stage", schedule="interleaved_1f1b", chunks=1)
     with pytest.raises(ConstraintError, match="does not support 2 stages per device"):
@@ -337,7 +337,7 @@ def test_what_interleaving_refuses() -> None:
         (pipeline("stage", microbatches=2), "which 1F1B does not support"),
     ],
 )
-def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured(
+def test_an_impossible_interleaved_schedule_is_refused_before_a_microbatch_is_captured(
     asked: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # which captures parts of a batch
@@ -345,7 +345,7 @@ def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured
         planned("llama", {"stage": 3}, asked)
 
 
-def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
+def test_interleaving_reduces_the_bubble_of_long_stages(llama: Made) -> None:
     """The same cuts, each stage on a rank of its own, wait (P − 1)·τ; interleaved on half the
     ranks a smaller part of the step."""
     pipe = pipe_of(llama[0])
@@ -358,7 +358,7 @@ def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
 @pytest.mark.parametrize(
     ("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
 )
-def test_the_planner_interleaves_where_that_is_faster(microbatches: int, chunks: int) -> None:
+def test_the_planner_interleaves_if_that_is_faster(microbatches: int, chunks: int) -> None:
     """With two microbatches a device waits a third of 1F1B's time; with eight, a ninth, less
     than smaller stages cost on this machine."""
     mesh, settings = {"stage": 2}, {"hidden_size": 256, "intermediate_size": 1024}
@@ -380,7 +380,7 @@ def test_the_planner_interleaves_where_that_is_faster(microbatches: int, chunks:
     assert autopar.verify(chosen.plan, model, batch).ok
 
 
-def test_the_schedule_is_the_planners_where_the_axis_is() -> None:
+def test_the_planner_chooses_the_schedule_of_a_free_pipeline_axis() -> None:
     assert (
         pipeline().schedule,
         pipeline("stage").schedule,

@@ -32,7 +32,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[Trace, Planned]:
 
 
 @pytest.mark.slow
-def test_communication_is_priced_as_it_is_emitted_byte_for_byte(
+def test_priced_communication_equals_emitted_communication_in_bytes(
     planned: tuple[Trace, Planned],
 ) -> None:
     _, made = planned
@@ -116,7 +116,7 @@ def least_s(plan: Plan) -> float:
     )
 
 
-def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned]) -> None:
+def test_the_length_of_the_timeline_is_the_sum_of_its_bars(planned: tuple[Trace, Planned]) -> None:
     _, made = planned
     prediction = made.plan.prediction
     by_kind: Counter[str] = Counter()
@@ -154,7 +154,7 @@ def test_the_time_line_is_as_long_as_what_it_shows(planned: tuple[Trace, Planned
         assert all(before <= after + 1e-12 for (_, before), (after, _) in itertools.pairwise(lane))
 
 
-def test_a_plan_survives_its_file(planned: tuple[Trace, Planned]) -> None:
+def test_a_plan_round_trips_through_its_file(planned: tuple[Trace, Planned]) -> None:
     _, made = planned
     text = made.plan.dumps()
     assert Plan.loads(text) == made.plan
@@ -162,7 +162,7 @@ def test_a_plan_survives_its_file(planned: tuple[Trace, Planned]) -> None:
 
 
 @pytest.mark.slow
-def test_two_meshes_and_two_profiles_in_one_process_do_not_disturb_each_other() -> None:
+def test_two_meshes_and_profiles_in_one_process_are_independent() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     trace = capture(model, (), batch)
     cases = [

@@ -44,7 +44,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(variant: st
     assert {key: numbers for key, numbers in found.items() if numbers[1:] != (0, 0)} == {}
 
 
-def test_a_spill_is_seen() -> None:
+def test_a_register_spill_is_detected() -> None:
     properties = "8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads"
     report = f"ptxas info    : Compiling entry function '_Z1kv' for 'sm_80'\n    {properties}\n"
     assert spills(report) == {("80", "_Z1kv"): (8, 12, 16)}

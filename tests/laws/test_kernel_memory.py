@@ -1,5 +1,5 @@
-"""What collective-overlap kernels hold: what they share with their peers and keep, and what
-lives meanwhile, as predicted."""
+"""The memory of collective-overlap kernels, shared with peers and temporary, equals the
+prediction."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Sharing:
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("name", PLANS)
-def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
+def test_the_shared_memory_of_kernels_is_predicted_exactly_and_gradients_match(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
@@ -148,7 +148,7 @@ CASES = [
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize(("equation", "left", "right", "which", "dim"), CASES)
-def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
+def test_the_live_memory_of_a_gathering_kernel_equals_that_of_a_fake_group(
     equation: str,
     left: tuple[int, ...],
     right: tuple[int, ...],
@@ -215,7 +215,7 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
         )
     ],
 )
-def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
+def test_the_live_memory_of_a_scattering_kernel_equals_that_of_a_fake_group(
     equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, adds: bool
 ) -> None:
     size, pair = 3, (torch.randn(left), torch.randn(right))
@@ -252,7 +252,7 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
     ("equation", "left", "right", "dim"),
     [("mk,kn->mn", (12, 3), (3, 4), 0), ("bsk,nk->bsn", (2, 12, 3), (4, 3), 1)],
 )
-def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
+def test_the_live_memory_of_a_norm_kernel_equals_that_of_a_fake_group(
     equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int
 ) -> None:
     size, ranks, peers = 3, ranks_of(equation, left, right, dim, 3), VirtualRanks(3)
@@ -280,9 +280,7 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
 
 
 @pytest.mark.slow
-def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_the_optimizers() -> (  # noqa: E501
-    None
-):
+def test_the_peak_is_the_sum_of_program_shared_and_optimizer_memory() -> None:
     for name in PLANS:
         plan = planned(name)
         program, predicted = emit_stage(built(PLANS[name][0])[2], plan), plan.prediction
@@ -310,7 +308,7 @@ def under(budget: int, profile: HardwareProfile = SLOW) -> Plan:
 # in microbatches and in stages it always runs, in test_kernel_microbatches and test_kernel_stages
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [LEAST, SCARCE])
-def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budget: int) -> None:
+def test_a_plan_with_kernels_fits_its_budget_and_is_certified(budget: int) -> None:
     plan, bare = under(budget), under(budget, WITHOUT)
     assert planned("llama").prediction.peak_bytes > budget >= plan.prediction.peak_bytes
     worse = (
@@ -327,7 +325,7 @@ def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budg
 
 
 @pytest.mark.slow
-def test_what_no_kernel_had_memory_for_is_said() -> None:
+def test_explain_names_kernels_that_had_no_memory() -> None:
     near = PlanOptions(
         memory_bytes=SCARCE, gap=0.05
     )  # the last per cent take most of the time, and this is not about them
@@ -372,7 +370,7 @@ def test_a_plan_that_claims_other_buffers_is_refused() -> None:
         assert {f.claim for f in found.findings} == {"memory"}, str(found)
 
 
-def test_a_planner_that_forgets_the_buffers_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_ignores_the_buffers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offers.Region, "num_bytes", property(lambda self: 0))
     plan = make_plan(built("narrow")[2], LINE, SLOW, PlanOptions()).plan
     assert kernels(plan) and KERNELS_BUFFERS not in plan.prediction.memory_bytes
@@ -382,7 +380,7 @@ def test_a_planner_that_forgets_the_buffers_is_found_out(monkeypatch: pytest.Mon
     )
 
 
-def test_a_planner_that_counts_the_buffers_but_not_in_the_peak_is_found_out(
+def test_a_planner_that_omits_the_buffers_from_the_peak_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

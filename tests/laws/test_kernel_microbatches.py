@@ -48,7 +48,7 @@ def stage_of(plan: Plan) -> Plan:
 
 
 @pytest.mark.slow
-def test_every_rank_computes_what_the_model_does_and_both_kernels_are_there() -> None:
+def test_microbatches_with_both_kernels_match_the_model_on_every_rank() -> None:
     plan, stage = made().plan, stage_of(made().plan)
     assert {c.kernel.name for c in kernels(stage) if c.kernel} == set(SLOW.kernels)
     assert {c.phase for c in kernels(stage)} == {
@@ -60,7 +60,7 @@ def test_every_rank_computes_what_the_model_does_and_both_kernels_are_there() ->
 
 
 @pytest.mark.slow
-def test_what_a_microbatch_does_counts_as_often_as_there_are_microbatches() -> None:
+def test_the_kernels_of_a_microbatch_count_once_per_microbatch() -> None:
     plan, stage = made().plan, stage_of(made().plan)
     saved_s = sum(len(c.instances) * c.kernel.saved_s for c in kernels(stage) if c.kernel)
     assert stage.prediction.in_kernels_s == pytest.approx(saved_s) and saved_s > 0
@@ -71,7 +71,7 @@ def test_what_a_microbatch_does_counts_as_often_as_there_are_microbatches() -> N
     assert without == pytest.approx(plan.prediction.step_s + NUM * saved_s)
 
 
-def test_kernels_make_the_step_shorter_and_the_plan_says_that_they_were_on_offer() -> None:
+def test_kernels_shorten_the_step_of_microbatches_and_the_plan_lists_them() -> None:
     model, batch = built()
     plain = replace(SLOW, kernels={}, hash="without")
     other = plan_model(model, LINE, example_inputs=batch, hardware=plain, num_microbatches=NUM)[
@@ -83,7 +83,7 @@ def test_kernels_make_the_step_shorter_and_the_plan_says_that_they_were_on_offer
     assert num > 10 and f"{num} in all" in str(autopar.explain(made().plan))
 
 
-def test_a_plan_is_certified_and_its_file_says_all_of_it() -> None:
+def test_a_plan_with_kernels_in_microbatches_is_certified_and_round_trips() -> None:
     plan = made().plan
     assert Plan.loads(plan.dumps()) == plan
     found = autopar.check(plan, *built(), hardware=SLOW)
@@ -99,7 +99,7 @@ def records_of(program: Program) -> Counter[tuple[str, str, int]]:
     return Counter((phase, c.kind, c.axis) for phase, _, c in found.records)
 
 
-def test_what_the_plan_lists_runs_once_for_each_microbatch_and_at_the_ends_of_a_step_once() -> None:
+def test_listed_kernels_run_once_per_microbatch_or_once_per_step() -> None:
     plan, program = made().plan, made().program
     listed: Counter[tuple[str, str, int]] = Counter()
     for c in stage_of(plan).communications:
@@ -110,7 +110,7 @@ def test_what_the_plan_lists_runs_once_for_each_microbatch_and_at_the_ends_of_a_
 
 
 @needs_kernels
-def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
+def test_the_shared_memory_of_kernels_in_microbatches_is_predicted_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch), sharing = made().program, built(), Sharing()
@@ -124,7 +124,7 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     assert sharing.held_bytes(0, 0) == held > 0 and len(sharing.peers) == 1
 
 
-def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified() -> None:
+def test_a_plan_with_kernels_in_microbatches_fits_its_budget_and_is_certified() -> None:
     free = made().plan
     budget = free.prediction.peak_bytes - free.prediction.memory_bytes[KERNELS_BUFFERS] // 2
     plan = made(budget).plan
@@ -192,7 +192,7 @@ MUTANTS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", [pytest.param(m, id=n) for n, m in MUTANTS.items()])
-def test_one_changed_claim_is_found(change: Change) -> None:
+def test_one_changed_claim_of_kernels_in_microbatches_is_detected(change: Change) -> None:
     plan = change(made().plan)
     assert plan != made().plan
     found = autopar.check(plan, *built(), hardware=SLOW)

@@ -1,5 +1,5 @@
-"""Kernels in the program against brute force: every layout, every set of collectives, every use
-of a kernel, of small problems."""
+"""Kernels in the integer program, compared with brute force over every layout, set of collectives
+and use of a kernel, on small problems."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def best_s(seed: int, *, summed: bool = False, normed: bool = False) -> float:
     ("seed", "summed"),
     [*((s, False) for s in SEEDS), *FURTHER, *((s, True) for s in (1, 24, 25, 32))],
 )
-def test_the_program_with_kernels_finds_what_brute_force_does(seed: int, summed: bool) -> None:
+def test_the_program_with_kernels_finds_the_brute_force_optimum(seed: int, summed: bool) -> None:
     p = with_kernels(seed, summed=summed)
     found = solve(p, gap=0.0)
     assert found.bound_s <= best_s(seed, summed=summed) * (1 + 1e-9)
@@ -333,7 +333,9 @@ def normed(seed: int, *, read_later: bool = False) -> Problem:
     ("seed", "read_later"),
     [(3, False), (25, False), (3, True), pytest.param(25, True, marks=pytest.mark.slow)],
 )
-def test_so_it_does_where_a_kernel_does_what_a_reader_would(seed: int, read_later: bool) -> None:
+def test_the_program_finds_the_optimum_if_a_kernel_runs_the_op_of_a_reader(
+    seed: int, read_later: bool
+) -> None:
     """What the kernel takes is nowhere by itself, so that backward finds nothing that is kept of
     it."""
     p = normed(seed, read_later=read_later)
@@ -342,7 +344,7 @@ def test_so_it_does_where_a_kernel_does_what_a_reader_would(seed: int, read_late
     assert found.objective_s == pytest.approx(best, rel=1e-9)
 
 
-def test_what_a_kernel_does_for_a_reader_pays_where_the_reader_runs_so_and_nowhere_else() -> None:
+def test_a_kernel_saves_the_op_of_a_reader_only_if_the_reader_uses_it() -> None:
     taken, refused = 0, 0
     for seed in (3, 5, 25):
         p = normed(seed)
@@ -370,7 +372,7 @@ def test_what_a_kernel_does_for_a_reader_pays_where_the_reader_runs_so_and_nowhe
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_kernels_decide_what_is_chosen(summed: bool) -> None:
+def test_kernels_change_the_optimal_layouts(summed: bool) -> None:
     """Without them most of these problems cost more, and some are answered in other layouts."""
     cheaper, otherwise = 0, 0
     for seed in MANY:
@@ -389,13 +391,13 @@ def test_without_kernels_both_brute_forces_agree(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_cbc_finds_the_same(seed: int) -> None:
+def test_cbc_finds_the_same_optimum_with_kernels(seed: int) -> None:
     assert solve(with_kernels(seed), gap=0.0, solver="cbc").objective_s == pytest.approx(
         best_s(seed), rel=1e-6
     )
 
 
-def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
+def test_the_savings_of_kernels_are_the_difference_for_the_same_choices() -> None:
     for seed in MANY:
         p = with_kernels(seed)
         e = evaluate(p, solve(p, gap=0.0).strategies)
@@ -420,7 +422,7 @@ def test_what_kernels_save_is_what_the_same_choices_cost_less() -> None:
     shift=st.sampled_from((0.0, 0.3)),
     further=st.sampled_from(("", "summed", "normed")),
 )
-def test_whatever_the_multipliers_are_no_plan_with_kernels_is_below_the_bound(
+def test_no_plan_with_kernels_is_below_the_bound_for_any_multipliers(
     seed: int, number: int, size: float, share: float, shift: float, further: str
 ) -> None:
     kind = {further: True} if further else {}
@@ -436,7 +438,7 @@ def known(seed: int, *, summed: bool = False, normed: bool = False) -> Multiplie
     return found
 
 
-def test_the_relaxations_multipliers_prove_nearly_what_it_does() -> None:
+def test_the_multipliers_prove_nearly_the_relaxation_with_kernels() -> None:
     """Most of them all of it; what single flows pay decides there, and the certificate knows
     only what they pay together."""
     shares = []
@@ -448,7 +450,7 @@ def test_the_relaxations_multipliers_prove_nearly_what_it_does() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])
-def test_beside_what_is_hidden_the_bound_is_no_more_than_the_plan(slowdown: float) -> None:
+def test_with_overlap_the_bound_is_at_most_the_plan(slowdown: float) -> None:
     """Where communication outlasts compute the search may end before the gap is closed, with
     kernels and without."""
     dearer = 0

@@ -53,7 +53,7 @@ def peers_of(provider: str, size: int) -> Iterator[Peers]:
 
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_all_gather_matmul_is_its_reference_to_the_last_bit(provider: str, size: int) -> None:
+def test_all_gather_matmul_is_bitwise_equal_to_its_reference(provider: str, size: int) -> None:
     with peers_of(provider, size) as peers:
         for equation, left, right, which, dim in GATHERED:
             for num_chunks in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_all_gather_matmul_is_its_reference_to_the_last_bit(provider: str, size:
 
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_matmul_reduce_scatter_is_its_reference_to_the_last_bit(provider: str, size: int) -> None:
+def test_matmul_reduce_scatter_is_bitwise_equal_to_its_reference(provider: str, size: int) -> None:
     with peers_of(provider, size) as peers:
         for equation, left, right, dim in SCATTERED:
             for num_chunks in (1, 2, 3):
@@ -128,7 +128,7 @@ def test_a_bias_is_rounded_with_its_product_in_every_chunk() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 5])
-def test_random_products_are_those_in_fp64_but_for_rounding(size: int, dtype: torch.dtype) -> None:
+def test_random_products_match_fp64_up_to_rounding(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(shape, generator=generator).to(dtype) for shape in ((13, 64), (64, 24)))
     pairs = [
@@ -156,7 +156,7 @@ def assert_rounded(found: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Non
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_many_epochs_use_the_same_memory_without_a_reset_and_ranks_may_be_late(size: int) -> None:
+def test_many_epochs_reuse_the_memory_without_a_reset_with_late_ranks(size: int) -> None:
     def pause(rank: int, phase: int) -> None:
         if (7 * rank + 3 * phase + len(taken)) % 11 == 0:
             time.sleep(0.0005)
@@ -184,7 +184,7 @@ def test_many_epochs_use_the_same_memory_without_a_reset_and_ranks_may_be_late(s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", WORLDS)
-def test_sums_are_added_in_the_order_of_the_ranks_each_time(size: int, dtype: torch.dtype) -> None:
+def test_sums_are_always_added_in_the_order_of_the_ranks(size: int, dtype: torch.dtype) -> None:
     """Each rank's factor is the unit matrix: a product is its left operand exactly, so only the
     order of the sum can differ."""
     generator = torch.Generator().manual_seed(3)

@@ -1,5 +1,5 @@
-"""Plans with collective-overlap kernels: where they pay, what they compute, what is said of
-them, and that nothing else is believed."""
+"""Plans with collective-overlap kernels: when they pay off, their results, their description, and
+that changed plans are refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def kernels(plan: Plan) -> list[Communication]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_rank_computes_what_the_model_does(name: str) -> None:
+def test_plans_with_kernels_match_the_model_on_every_rank(name: str) -> None:
     plan, (model, batch, _) = planned(name), built(PLANS[name][0])
     assert kernels(plan), "the links are slow, so kernels pay"
     report = autopar.verify(plan, model, batch)
@@ -102,7 +102,7 @@ def test_every_rank_computes_what_the_model_does(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
+def test_both_kernels_occur_in_both_phases_and_in_recompute() -> None:
     seen = {
         (c.kernel.name, c.phase, c.kernel.again)
         for name in QUICK
@@ -119,7 +119,7 @@ def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again(
     }
 
 
-def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum() -> None:
+def test_the_last_product_of_a_summed_gradient_scatters_the_sum() -> None:
     """Of the gradient of what the gate and the other half of an MLP read, say; its node is the
     only one of both."""
     plan, (model, batch, trace) = planned("llama"), built("narrow")
@@ -153,7 +153,7 @@ def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum
 
 
 @pytest.mark.parametrize("name", NORMED)
-def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_what_that_reaches(
+def test_norms_run_in_scattering_kernels_if_the_profile_has_figures_for_them(
     name: str,
 ) -> None:
     """After attention and after the MLP of each layer, of the last layer the model's own norm;
@@ -192,7 +192,7 @@ def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_w
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
+def test_a_plan_with_kernels_is_certified_and_round_trips(name: str) -> None:
     plan, trace = planned(name), built(PLANS[name][0])[2]
     assert Plan.loads(plan.dumps()) == plan
     found = certify(trace, Plan.loads(plan.dumps()), profile_of(name))
@@ -205,7 +205,7 @@ def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "run again", "norms"])
-def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str) -> None:
+def test_listed_kernels_run_and_each_kernel_is_one_node(name: str) -> None:
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
     program = emit_stage(trace, plan)
     nodes = [
@@ -231,7 +231,7 @@ def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str)
     assert ran == listed
 
 
-def test_on_a_fast_link_no_kernel_pays_on_a_slow_one_they_change_the_layouts() -> None:
+def test_kernels_are_not_used_on_a_fast_link_and_change_layouts_on_a_slow_one() -> None:
     trace = built("narrow")[2]
     fast = replace(overlapping(link_bytes_per_s=3e12), launch_overhead_s=1e-7, hash="fast")
     assert not kernels(make_plan(trace, LINE, fast, PlanOptions()).plan)
@@ -240,7 +240,7 @@ def test_on_a_fast_link_no_kernel_pays_on_a_slow_one_they_change_the_layouts() -
     assert planned("llama").node_choices() != without.node_choices()
 
 
-def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
+def test_between_nodes_no_kernel_is_available_and_plans_give_the_reason() -> None:
     """Links are as fast there, but no rank reads another node's memory."""
     apart = Mesh({"gpu": 4}, links={"gpu": "inter"})
     plan = make_plan(built("narrow")[2], apart, NORMS, PlanOptions()).plan
@@ -253,12 +253,12 @@ def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
     assert "ranks along 'gpu' cannot access each other's memory" in str(found)
 
 
-def test_small_products_are_not_cut_where_a_launch_costs_more_than_that_hides() -> None:
+def test_small_products_are_not_split_if_launches_cost_more_than_overlap_saves() -> None:
     sluggish = replace(SLOW, launch_overhead_s=1e-3, hash="sluggish")
     assert not kernels(make_plan(built("narrow")[2], LINE, sluggish, PlanOptions()).plan)
 
 
-def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
+def test_a_profile_without_kernel_figures_gives_no_kernels_and_plans_say_so() -> None:
     h100 = HardwareProfile.load("h100-sxm")
     assert not h100.kernels, "none was measured"
     plan = make_plan(built("gpt2")[2], LINE, h100, PlanOptions()).plan
@@ -272,7 +272,7 @@ def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_kernel_reaches_scales_what_it_saves() -> None:
+def test_the_savings_of_a_kernel_scale_with_its_efficiency() -> None:
     half = overlapping(kernels=dict.fromkeys(SLOW.kernels, 0.45))
     whole, less = (what_if_saved(profile) for profile in (SLOW, half))
     assert less == pytest.approx(whole / 2)
@@ -288,7 +288,7 @@ def what_if_saved(profile: HardwareProfile) -> float:
     return without_s - with_s
 
 
-def test_where_parts_differ_in_length_no_kernel_is_on_offer() -> None:
+def test_no_kernel_is_available_for_uneven_shards() -> None:
     trace = built("narrow")[2]
     plan = make_plan(trace, UNEVEN, SLOW, PlanOptions()).plan
     assert any("shards differ in length" in c.why for c in plan.communications)
@@ -301,14 +301,14 @@ def test_where_parts_differ_in_length_no_kernel_is_on_offer() -> None:
         assert tensor.meta["val"].shape[c.collective.dim] % 3 == 0
 
 
-def test_explain_lists_where_kernels_were_considered_and_why() -> None:
+def test_explain_lists_considered_kernels_with_the_reasons() -> None:
     said = str(autopar.explain(planned("llama")))
     assert "Collective-overlap kernels considered" in said
     assert "all_gather_matmul of" in said and "matmul_reduce_scatter of" in said
     assert re.search(r"\d+ collective-overlap kernels save \d", said)
 
 
-def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:
+def test_explain_names_the_norm_of_a_kernel_or_the_reason_for_none() -> None:
     whys = {
         name: {c.why for c in kernels(planned(name)) if c.why}
         for name in ("llama", "norms", "gpt2")
@@ -364,14 +364,14 @@ def planned_twice(*, returned: bool) -> tuple[nn.Module, dict[str, torch.Tensor]
     return model, batch, trace, make_plan(trace, LINE, NORMS, PlanOptions()).plan
 
 
-def test_of_several_norms_the_first_with_a_weight_is_the_kernels() -> None:
+def test_of_several_norms_the_first_with_a_weight_runs_in_the_kernel() -> None:
     model, batch, trace, plan = planned_twice(returned=False)
     found = certify(trace, plan, NORMS)
     assert found.ok, str(found)
     assert autopar.verify(plan, model, batch).ok
 
 
-def test_a_norm_that_is_said_of_a_sum_that_is_only_returned_is_refused() -> None:
+def test_a_claimed_norm_of_a_sum_without_a_norm_is_refused() -> None:
     _, _, trace, plan = planned_twice(returned=True)
     assert any(scatters(c) and c.phase == "forward" for c in kernels(plan))
     false = kernel(
@@ -519,7 +519,7 @@ def test_a_plan_whose_norms_are_changed_is_not_certified(change: Change) -> None
 @pytest.mark.parametrize(
     "without", [(), ("reduce_add_rmsnorm",), ("matmul_reduce_scatter", "reduce_add_rmsnorm")]
 )
-def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(
+def test_a_plan_with_norm_kernels_needs_a_profile_with_figures_for_them(
     without: tuple[str, ...],
 ) -> None:
     left = replace(
@@ -529,7 +529,7 @@ def test_a_plan_with_norms_is_of_the_profile_that_has_figures_for_them(
     assert ("kernels" in {f.claim for f in found.findings}) == bool(without), str(found)
 
 
-def test_without_the_collective_of_a_kernel_the_check_of_numbers_fails(
+def test_a_kernel_without_its_collective_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks multiply what one of them has instead of what all have: seen, or the check above

@@ -230,7 +230,7 @@ def plant(folder: Path, name: str, there: str, planted: str) -> str:
 
 @pytest.mark.parametrize("num_epochs", [5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_protocols_have_no_race_and_right_numbers(
+def test_the_protocols_have_no_race_and_correct_results(
     planted: Path, driver: str, num_epochs: int
 ) -> None:
     put_kernels(planted, driver)
@@ -239,7 +239,7 @@ def test_the_protocols_have_no_race_and_right_numbers(
 
 
 @pytest.mark.parametrize(("name", "there", "fault"), cases(EARLY))
-def test_a_signal_that_comes_too_early_or_is_not_awaited_is_a_race(
+def test_an_early_or_unawaited_signal_is_detected_as_a_race(
     planted: Path, name: str, there: str, fault: str
 ) -> None:
     done = watched(planted, plant(planted, name, there, fault), 50)
@@ -249,7 +249,7 @@ def test_a_signal_that_comes_too_early_or_is_not_awaited_is_a_race(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "there", "fault"), cases(MISSING))
-def test_a_signal_that_is_left_out_ends_in_a_time_out(
+def test_a_missing_signal_ends_in_a_timeout(
     planted: Path, name: str, there: str, fault: str
 ) -> None:
     done = watched(planted, plant(planted, name, there, fault), 5)
@@ -258,7 +258,7 @@ def test_a_signal_that_is_left_out_ends_in_a_time_out(
 
 
 @pytest.mark.slow
-def test_rows_that_came_may_not_be_read_once_the_next_step_is_announced(planted: Path) -> None:
+def test_received_rows_must_not_be_read_after_the_next_step_is_announced(planted: Path) -> None:
     """The views of routed experts (`autopar.kernels.routed.send`) hold until then: a rank that
     reads later races with its peers."""
     put_kernels(planted, "rows_driver.cpp")

@@ -1,5 +1,5 @@
-"""What kernels share with their peers, in the program, against brute force: under every budget,
-of small problems."""
+"""Shared memory regions of kernels in the integer program, compared with brute force for every
+budget, on small problems."""
 
 from __future__ import annotations
 
@@ -178,9 +178,7 @@ def peak(p: Problem, found: Solution) -> int:
     ("seed", "in_flight"),
     [(0, 0), (0, 1), *(pytest.param(*case, marks=SLOW) for case in ((1, 0), (2, 2)))],
 )
-def test_under_every_budget_the_plan_with_its_regions_fits_and_is_the_best(
-    seed: int, in_flight: int
-) -> None:
+def test_the_plan_with_regions_fits_every_budget_and_is_optimal(seed: int, in_flight: int) -> None:
     points = front(seed, in_flight)
     for budget, best_s in (*points, (AMPLE, points[-1][1])):
         p = sharing(seed, budget, in_flight)
@@ -207,7 +205,7 @@ def by_sets(p: Problem) -> float:
 
 
 @pytest.mark.slow
-def test_of_all_sets_of_regions_the_best_is_there() -> None:
+def test_the_best_of_all_sets_of_regions_is_chosen() -> None:
     one_of_two = 0
     for seed in MANY[:6]:
         free = replace(sharing(seed), regions=(0,) * len(SIZES))
@@ -227,20 +225,20 @@ def test_of_all_sets_of_regions_the_best_is_there() -> None:
 
 @SLOW
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_least_budget_is_that_of_brute_force(seed: int) -> None:
+def test_the_least_budget_with_regions_equals_that_of_brute_force(seed: int) -> None:
     found, smallest = least_budget(sharing(seed)), front(seed)[0][0]
     assert found.bound_bytes <= smallest <= found.size_bytes
     assert found.size_bytes == smallest
 
 
 @pytest.mark.slow
-def test_cbc_finds_the_same() -> None:
+def test_cbc_finds_the_same_optimum_with_regions() -> None:
     for budget, best_s in front(0)[::2]:
         found = solve(sharing(0, budget), gap=0.0, solver="cbc")
         assert found.objective_s == pytest.approx(best_s, rel=1e-6)
 
 
-def test_regions_decide_what_is_chosen() -> None:
+def test_regions_change_the_optimal_plan() -> None:
     """Under the budget of the best plan without them, most of these problems have to do without
     some kernel."""
     dearer = 0
@@ -255,7 +253,7 @@ def test_regions_decide_what_is_chosen() -> None:
     assert dearer > len(MANY) // 3
 
 
-def test_regions_count_once_for_all_that_use_them() -> None:
+def test_a_region_counts_once_for_all_kernels_that_use_it() -> None:
     several = 0
     for seed in MANY:
         p = sharing(seed)
@@ -289,7 +287,7 @@ def known(seed: int, budget: int, in_flight: int) -> Multipliers:
     share=st.sampled_from((0.0, 0.1, 1.0)),
     shift=st.sampled_from((0.0, 0.3)),
 )
-def test_whatever_the_multipliers_are_no_plan_within_the_budget_is_below_the_bound(
+def test_no_plan_within_the_budget_is_below_the_bound_for_any_multipliers(
     case: tuple[int, int], number: int, noise: int, size: float, share: float, shift: float
 ) -> None:
     (seed, in_flight), points = case, front(*case)

@@ -27,7 +27,7 @@ DISPATCH, COMBINE = torch.ops.autopar.moe_dispatch, torch.ops.autopar.moe_combin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("provider", ["virtual", "threads"])
-def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(
+def test_dispatch_and_combine_equal_their_references(
     provider: str, size: int, dtype: torch.dtype
 ) -> None:
     peers = VirtualRanks(size) if provider == "virtual" else HostThreads(size)
@@ -57,7 +57,7 @@ def test_rows_go_where_the_reference_has_them_and_come_back_added_in_order(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_is_the_others_gradient(size: int) -> None:
+def test_dispatch_and_combine_are_each_others_gradient(size: int) -> None:
     xs, experts, weights, most = drawn(size, 2, 2)
     leaves = (
         [x.round(decimals=1).requires_grad_() for x in xs],
@@ -84,7 +84,7 @@ def test_each_is_the_others_gradient(size: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
+def test_ranks_at_different_speeds_get_the_rows_of_each_epoch() -> None:
     """Only the signals hold ranks back; some are late. The memory is the same in all epochs."""
     size, most = 3, 14
     cases = [drawn(size, 2, 2, seed) for seed in range(5)]
@@ -121,7 +121,7 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_rows() -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_torch_accepts_both(choices: int) -> None:
+def test_dispatch_and_combine_pass_opcheck(choices: int) -> None:
     x, experts, weights, most = (
         part[0] if isinstance(part, list) else part for part in drawn(1, choices, 4)
     )
@@ -132,7 +132,7 @@ def test_torch_accepts_both(choices: int) -> None:
     )
 
 
-def test_python_and_c_have_the_same_sizes() -> None:
+def test_python_and_c_compute_the_same_route_sizes() -> None:
     for row_bytes, per_rank, size, most in product((0, 4, 20, 128), (1, 3), WORLDS, (0, 1, 17)):
         sizes = (ctypes.c_int64 * 3)()
         native = library.NativeRoutes(0, 1, row_bytes, per_rank * size, size, 0, most)
@@ -149,7 +149,7 @@ def refused_of(call: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-def test_experts_that_are_not_there_and_uneven_experts_are_refused() -> None:
+def test_invalid_picks_and_uneven_experts_are_refused() -> None:
     x, wrong = torch.ones(2, WIDTH), torch.tensor([[0], [4]])
     assert "numbered from 0 to 3" in refused_of(lambda: DISPATCH(x, wrong, 4, 2, 1, "", 0))
     assert "uneven" in refused_of(lambda: DISPATCH(x, wrong, 5, 2, 2, "", 0))

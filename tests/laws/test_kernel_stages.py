@@ -1,5 +1,5 @@
-"""Collective-overlap kernels in pipelines: stages split over tensors run as the model does, and
-nothing else is believed of them."""
+"""Collective-overlap kernels in pipelines: tensor-parallel stages match the model, and changed
+plans are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def crosses(c: Communication) -> bool:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels(
+def test_stages_with_both_kernels_match_the_model_on_every_rank(
     schedule: str,
 ) -> None:
     plan = made(schedule).plan
@@ -73,7 +73,7 @@ def test_every_rank_computes_what_the_model_does_and_each_stage_has_both_kernels
     assert report.ok, str(report)
 
 
-def test_a_product_gathers_the_gradient_that_comes_from_the_next_stage() -> None:
+def test_a_product_gathers_the_gradient_received_from_the_next_stage() -> None:
     first, last = stages_of(made().plan)
     assert any(crosses(c) and c.phase == "backward" for c in kernels(first))
     assert not any(crosses(c) and c.phase == "backward" for c in kernels(last)), (
@@ -82,7 +82,7 @@ def test_a_product_gathers_the_gradient_that_comes_from_the_next_stage() -> None
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_plan_is_certified_its_bound_over_all_cuts_included(schedule: str) -> None:
+def test_a_plan_with_kernels_in_stages_is_certified_with_its_bound_over_cuts(schedule: str) -> None:
     plan = made(schedule).plan
     assert Plan.loads(plan.dumps()) == plan
     found = autopar.check(plan, *built(), hardware=SLOW)
@@ -96,7 +96,7 @@ def test_a_plan_is_certified_its_bound_over_all_cuts_included(schedule: str) -> 
 
 
 @pytest.mark.slow
-def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
+def test_a_plan_with_kernels_in_stages_is_faster_than_any_plan_without_them() -> None:
     plan, other = made().plan, made(hardware=WITHOUT).plan
     assert plan.prediction.step_s < other.proof.bound_s * (1 - 0.05)
     assert plan.prediction.in_kernels_s == pytest.approx(
@@ -109,7 +109,7 @@ def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
 
 
 @needs_kernels
-def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
+def test_the_shared_memory_of_kernels_in_stages_is_predicted_exactly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch) = made().program, built()
@@ -168,7 +168,7 @@ def interleaving(hardware: Any = SLOW, budget: int | None = None) -> Planned:
 
 
 @pytest.mark.slow
-def test_several_stages_on_a_rank_have_kernels_and_share_what_these_share() -> None:
+def test_several_stages_of_a_rank_share_the_memory_of_their_kernels() -> None:
     plan = interleaving().plan
     assert plan.pipeline is not None and plan.pipeline.num_chunks == 2
     for stage in stages_of(plan):
@@ -182,7 +182,7 @@ def test_several_stages_on_a_rank_have_kernels_and_share_what_these_share() -> N
 
 @pytest.mark.slow  # as what their routes share is, in test_routes, which always runs
 @needs_kernels
-def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(
+def test_the_shared_memory_of_the_stages_of_a_rank_is_allocated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch), plan = interleaving().program, deep(), interleaving().plan
@@ -201,7 +201,7 @@ def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(
 
 
 @pytest.mark.slow  # of one stage a rank it always runs
-def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certified() -> None:
+def test_the_stages_of_a_rank_with_kernels_fit_the_budget_and_are_certified() -> None:
     free = interleaving().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
     plan = interleaving(budget=budget).plan
@@ -215,7 +215,7 @@ def test_under_a_budget_a_ranks_stages_fit_their_kernels_included_and_are_certif
 
 
 @pytest.mark.slow  # test_interleaved changes what a rank claims to hold, and always runs
-def test_a_rank_that_claims_less_of_what_kernels_share_is_found_out() -> None:
+def test_a_too_small_claim_of_shared_memory_of_a_rank_is_detected() -> None:
     plan = interleaving().plan
     less = {
         **plan.prediction.memory_bytes,
@@ -230,7 +230,7 @@ def test_a_rank_that_claims_less_of_what_kernels_share_is_found_out() -> None:
 
 
 @pytest.mark.slow
-def test_under_a_budget_each_stage_fits_its_kernels_included_and_is_certified() -> None:
+def test_each_stage_with_kernels_fits_the_budget_and_is_certified() -> None:
     free = made().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
     plan = made(budget=budget).plan
@@ -269,7 +269,7 @@ MUTANTS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", [pytest.param(m, id=n) for n, m in MUTANTS.items()])
-def test_one_changed_claim_is_found(change: Change) -> None:
+def test_one_changed_claim_of_kernels_in_stages_is_detected(change: Change) -> None:
     plan = change(made().plan)
     assert plan != made().plan
     found = autopar.check(plan, *built(), hardware=SLOW)
@@ -281,7 +281,7 @@ def test_one_changed_claim_is_found(change: Change) -> None:
     }, str(found)
 
 
-def test_a_stage_that_offers_kernels_the_whole_lacks_is_found(
+def test_a_stage_with_kernels_that_the_whole_lacks_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What crosses, taken for what rests: another factor that is there always, and in backward

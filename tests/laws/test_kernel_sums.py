@@ -1,5 +1,5 @@
-"""Kernels where several products are alike, or are added up: of which product a plan speaks, and
-what no product may do alone then."""
+"""Kernels of several equal or summed products: which product a plan names, and what a single
+product must not do."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def made(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_speaks_of_the_product_that_does_it(case: str, dtype: torch.dtype) -> None:
+def test_a_plan_names_the_product_of_a_kernel(case: str, dtype: torch.dtype) -> None:
     """What it saves is what its own product does: certified, priced again the same, and right."""
     plan, model, batch = made(case, dtype)
     assert kernels(plan) or dtype == torch.float64, (
@@ -113,12 +113,12 @@ def test_a_plan_speaks_of_the_product_that_does_it(case: str, dtype: torch.dtype
     assert autopar.verify(plan, model, batch).ok
 
 
-def test_among_these_plans_some_scatter_sums() -> None:
+def test_some_of_these_plans_scatter_sums() -> None:
     assert any(sums(c) for case in CASES for c in kernels(made(case)[0]))
 
 
 @pytest.mark.slow
-def test_only_backwards_sums_are_scattered_by_their_products() -> None:
+def test_only_sums_in_backward_are_scattered_by_their_products() -> None:
     """Forward's may run again, from a product that would have to be kept: a plan that does so on
     three devices is emitted."""
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_only_backwards_sums_are_scattered_by_their_products() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("widths", [(64, 64), (64, 128), (64, 64, 128)])
-def test_the_bound_over_cuts_knows_the_kernels_of_every_stage(
+def test_the_bound_over_cuts_includes_the_kernels_of_every_stage(
     widths: tuple[int, ...], schedule: str
 ) -> None:
     """Where layers are unlike, the whole model's sums are of products of several kinds, and a

@@ -38,13 +38,13 @@ def run(program: Path, mode: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("mode", ("pack", "norm", "hand"))
-def test_threads_do_not_disturb_each_other(program: Path, mode: str) -> None:
+def test_the_threaded_host_path_has_no_race(program: Path, mode: str) -> None:
     done = run(program, mode)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("mode", ("early", "overlap"))
-def test_a_planted_race_is_found(program: Path, mode: str) -> None:
+def test_a_planted_race_is_detected(program: Path, mode: str) -> None:
     done = run(program, mode)
     assert done.returncode != 0
     assert FOUND in done.stderr

@@ -1,4 +1,4 @@
-"""Kernels that stages have, against those that the bound over all cuts counts on."""
+"""The kernels of stages are among those that the bound over all cuts assumes."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def places(trace: Trace, priced: Priced, kernels: Kernels) -> Iterator[tuple[Pla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(
-    trace: Trace, name: str
-) -> None:
+def test_the_bound_over_cuts_includes_every_kernel_of_a_stage(trace: Trace, name: str) -> None:
     points, placing = usable_points(trace)
     sewn = seams(trace, placing)
     resolved = resolve(trace, CONSTRAINTS[name], MESH)

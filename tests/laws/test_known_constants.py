@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", CASES)
-def test_known_values_decide_branches_and_shapes(name: str) -> None:
+def test_known_values_may_determine_branches_and_shapes(name: str) -> None:
     make, batch = CASES[name]
     plan = autopar.plan(make(), 2, example_inputs=batch, hardware="cpu-gloo", constraints=[ddp()])
     found = autopar.verify(plan, make(), batch)
@@ -122,7 +122,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.filterwarnings("ignore")  # torch says that these kinds are in beta, or deprecated
 @pytest.mark.parametrize("name", KINDS)
-def test_other_kinds_of_tensors_are_refused_by_name_with_a_remedy_that_works(name: str) -> None:
+def test_unsupported_tensor_types_are_refused_with_a_remedy_that_works(name: str) -> None:
     make, follow_remedy = KINDS[name]
     model = nn.Sequential(nn.Linear(8, 4))
     options = {"hardware": "cpu-gloo", "constraints": [fsdp()]}
@@ -134,7 +134,7 @@ def test_other_kinds_of_tensors_are_refused_by_name_with_a_remedy_that_works(nam
 
 
 @pytest.mark.slow
-def test_packed_positions_mean_what_they_mean_to_the_plain_model() -> None:
+def test_packed_positions_match_the_plain_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32,

@@ -1,5 +1,5 @@
-"""Equal layers in groups that decide apart: faster where memory suits some of the layers only,
-proven, and right."""
+"""Equal layers in groups with separate decisions: faster if memory suffices only for some of the
+layers, proven, and correct."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def solved(starts: Starts, gap: float = GAP) -> Solution:
 
 
 @pytest.mark.slow
-def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
+def test_the_plan_lists_the_groups_of_layers_and_they_differ() -> None:
     plan = grouped().plan
     assert list(plan.starts) == [LIST]
     [line] = [line for line in plan.proof.covers if LIST in line]
@@ -105,13 +105,13 @@ def decisions_of(plan: Plan, layer: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_it_is_as_fast_as_the_best_cut() -> None:
+def test_a_grouped_plan_is_as_fast_as_the_best_split_into_groups() -> None:
     cuts = [solved({LIST: (layer,)}) for layer in range(1, NUM_LAYERS)]
     assert grouped().plan.proof.objective_s <= min(c.objective_s for c in cuts) * (1 + GAP)
 
 
 @pytest.mark.slow
-def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grouped_plan_is_faster_than_with_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = grouped().plan
     assert plan.proof.gap <= GAP
     best_there = solved(plan.starts, gap=1e-5).objective_s
@@ -126,7 +126,7 @@ def test_it_is_faster_than_with_all_layers_alike(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_layers_are_cut_anew_under_the_moments_that_were_learnt(
+def test_layers_are_regrouped_with_the_learned_moments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At first where it helps least; the program is then over the budget, and what is learnt of
@@ -154,7 +154,7 @@ def test_layers_are_cut_anew_under_the_moments_that_were_learnt(
 
 
 @pytest.mark.slow
-def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_them() -> None:
+def test_the_bound_of_groups_is_valid_for_fewer_groups() -> None:
     whole, finer, finest = (
         solved({LIST: cuts} if cuts else {}, gap=1e-4) for cuts in ((), (3,), (2, 3, 6))
     )
@@ -164,7 +164,7 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
 
 
 @pytest.mark.slow
-def test_it_computes_the_model_in_the_predicted_memory() -> None:
+def test_a_grouped_plan_matches_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
     assert verify_program(trace, made.program, model, (), batch).ok
     peak = (
@@ -175,7 +175,7 @@ def test_it_computes_the_model_in_the_predicted_memory() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_certified_and_not_without_its_groups() -> None:
+def test_a_grouped_plan_is_certified_only_with_its_groups() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     assert autopar.check(plan, model, batch).ok
     [start] = plan.starts[LIST][:1]
@@ -186,31 +186,31 @@ def test_it_is_certified_and_not_without_its_groups() -> None:
         )
 
 
-def test_it_is_read_back_as_it_was_written() -> None:
+def test_a_grouped_plan_round_trips() -> None:
     plan = grouped().plan
     assert Plan.loads(plan.dumps()) == plan
     assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
 
 
 @pytest.mark.slow  # as plans without groups are, which always runs
-def test_it_is_the_same_each_time() -> None:
+def test_a_grouped_plan_is_deterministic() -> None:
     assert grouped().plan.dumps() == planned().plan.dumps()
 
 
 @pytest.mark.parametrize("cuts", [(), (3, 3), (5, 2)])
-def test_groups_that_are_none_are_refused(cuts: tuple[int, ...]) -> None:
+def test_invalid_groups_are_refused(cuts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="groups of layers"):
         Plan.loads(replace(grouped().plan, starts={LIST: cuts}).dumps())
 
 
 @pytest.mark.slow  # as it is of plans without groups in test_what_if, which always runs
-def test_it_takes_as_long_as_it_says_where_it_was_made() -> None:
+def test_what_if_on_the_same_hardware_gives_the_time_of_a_grouped_plan() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     same = autopar.what_if(plan, model, batch, hardware=PROFILE)
     assert same.step_s == pytest.approx(plan.proof.objective_s, rel=1e-9)
 
 
-def test_what_is_asked_of_a_plan_is_answered() -> None:
+def test_explain_and_diff_accept_a_grouped_plan() -> None:
     plan = grouped().plan
     text = str(autopar.explain(plan))
     assert all(f"{LIST}.*" in text for _ in plan.starts)
@@ -218,13 +218,13 @@ def test_what_is_asked_of_a_plan_is_answered() -> None:
 
 
 @pytest.mark.slow  # the best plan there, to 0.04 %, takes a minute
-def test_it_is_priced_on_another_mesh_beside_the_best_plan_there() -> None:
+def test_a_grouped_plan_is_priced_on_another_mesh() -> None:
     _, model, batch = traced()
     wider = autopar.what_if(grouped().plan, model, batch, hardware=PROFILE, mesh=Mesh(4))
     assert wider.most_regret >= -1e-9 and wider.peak_bytes > 0
 
 
-def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
+def test_a_search_that_ends_early_names_the_ops_to_separate() -> None:
     trace = traced()[0]
     priced = price(
         trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
@@ -241,7 +241,7 @@ def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_looking_for_one(
+def test_a_search_without_a_plan_names_the_ops_to_separate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace, best_s = traced()[0], solved({}).objective_s
@@ -299,7 +299,7 @@ def ungrouped() -> Problem:
 
 
 @pytest.mark.slow
-def test_layers_are_cut_into_the_same_groups_where_no_plan_was_met_for_all_alike(
+def test_layers_are_split_into_the_same_groups_without_a_plan_for_equal_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, alike = grouped().plan, told_apart(monkeypatch, 1.0)
@@ -313,7 +313,7 @@ def test_layers_are_cut_into_the_same_groups_where_no_plan_was_met_for_all_alike
 
 
 @pytest.mark.slow
-def test_groups_whose_plan_is_far_from_the_bound_are_compared_with_all_layers_alike(
+def test_a_grouped_plan_far_from_the_bound_is_compared_with_equal_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alike = told_apart(monkeypatch, 2.0)

@@ -28,7 +28,7 @@ def on_meta(node: Any, found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_that_a_graph_makes_is_where_its_operands_are(name: str) -> None:
+def test_results_of_a_graph_are_on_the_device_of_its_operands(name: str) -> None:
     model, batch = zoo.build(name)
     ready = prepare(model, batch, Mesh({"a": 2, "b": 2}), HardwareProfile.load("h100-sxm"))
     _, program = random_plan(ready, 0, recompute_share=0.5)

@@ -1,5 +1,5 @@
-"""The planner computes a loss by rows where that is what memory is worth, and the program is
-what the plain model computes."""
+"""The planner computes a loss by rows if the saved memory is worth it, and the program matches
+the plain model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def squeezed() -> tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]:
 
 
 @pytest.mark.slow
-def test_it_is_chosen_where_logits_do_not_fit(
+def test_a_loss_by_rows_is_chosen_if_logits_do_not_fit(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:
     model, batch, plan = squeezed
@@ -72,7 +72,7 @@ def test_it_is_chosen_where_logits_do_not_fit(
 
 
 @pytest.mark.slow
-def test_its_peak_and_its_gradients_are_as_promised(
+def test_a_loss_by_rows_has_the_predicted_peak_and_matches_the_gradients(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:
     model, batch, plan = squeezed
@@ -101,7 +101,7 @@ def test_its_peak_and_its_gradients_are_as_promised(
         torch.testing.assert_close(p.grad.full_tensor(), theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
-def test_without_gradients_none_are_made(
+def test_a_loss_by_rows_without_gradients_computes_none(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:
     model, batch, plan = squeezed
@@ -116,7 +116,7 @@ def test_without_gradients_none_are_made(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", [{"a": 3}, {"a": 2, "b": 2}], ids=str)
-def test_ranks_take_their_own_rows(kind: str, mesh: dict[str, int]) -> None:
+def test_each_rank_computes_its_rows_of_the_loss(kind: str, mesh: dict[str, int]) -> None:
     model, batch = getattr(zoo_small, kind)()
     plan = autopar.plan(model, mesh, example_inputs=batch, loss_rows=5, **HOW)
     assert plan.loss_rows == 5
@@ -125,7 +125,7 @@ def test_ranks_take_their_own_rows(kind: str, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axis", ["stage", ""])
-def test_microbatches_and_stages_keep_it(axis: str) -> None:
+def test_microbatches_and_stages_keep_the_loss_by_rows(axis: str) -> None:
     model, batch = zoo_small.gpt2()  # whose head shares its weight with the first stage
     force = (pipeline("stage", microbatches=2),) if axis else ()
     mesh = {"stage": 2, "data": 2} if axis else {"data": 2}
@@ -144,7 +144,7 @@ def test_microbatches_and_stages_keep_it(axis: str) -> None:
     assert autopar.check(plan, model, batch).ok
 
 
-def test_a_plan_of_other_rows_is_rejected() -> None:
+def test_a_plan_with_another_number_of_rows_is_refused() -> None:
     model, batch = zoo_small.llama()
     plan = autopar.plan(model, 2, example_inputs=batch, loss_rows=5, **HOW)
     assert not autopar.check(replace(plan, loss_rows=2), model, batch).ok
@@ -153,7 +153,7 @@ def test_a_plan_of_other_rows_is_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_had_is_refused() -> None:
+def test_an_impossible_loss_by_rows_is_refused() -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(CaptureError, match='outputs="loss"'):
         autopar.plan(model, 2, example_inputs=batch, loss_rows=5, hardware="cpu-gloo")
@@ -170,7 +170,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_tied_to_it(
+def test_with_tensor_parallelism_the_weight_of_a_loss_by_rows_is_replicated(
     tied: bool, stages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, batch = zoo_small.gpt2(tie_word_embeddings=tied)

@@ -1,4 +1,4 @@
-"""What losses hold, as predicted and as measured, and what they are."""
+"""The memory of losses, predicted and measured, and their values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scored(nn.Module):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_holds_no_more_than_itself(name: str, num: int, reduction: str) -> None:
+def test_a_loss_allocates_only_its_result(name: str, num: int, reduction: str) -> None:
     """torch reduces some of these into the memory of the unreduced loss."""
     torch.manual_seed(0)
     model, batch = (

@@ -1,4 +1,4 @@
-"""Losses over microbatches: every loss of torch and reduction, and what is divided by sums and
+"""Losses over microbatches: every loss and reduction of torch, and quotients with sums and
 averages of the whole batch."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def planned(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_that_of_the_batch(name: str, reduction: str) -> None:
+def test_every_loss_of_microbatches_equals_that_of_the_batch(name: str, reduction: str) -> None:
     model, batch, plan = planned(lambda z, t: LOSSES[name](z, t, reduction), num=3)
     assert_equal(plan, model, batch)
 
@@ -94,7 +94,7 @@ QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", QUOTIENTS)
-def test_a_sum_is_divided_by_what_the_whole_batch_counts(name: str) -> None:
+def test_a_sum_is_divided_by_the_count_of_the_whole_batch(name: str) -> None:
     model, batch, plan = planned(QUOTIENTS[name])
     assert_equal(plan, model, batch)
     batch["y"][:3] = 0.0  # the first microbatch has nothing to count
@@ -134,7 +134,7 @@ MADE_OF_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("num", [2, 6])
 @pytest.mark.parametrize("name", MADE_OF_SUMS)
-def test_a_sum_is_divided_by_what_is_made_of_the_batchs_sums(name: str, num: int) -> None:
+def test_a_sum_is_divided_by_a_function_of_sums_of_the_batch(name: str, num: int) -> None:
     model, batch, plan = planned(MADE_OF_SUMS[name], num)
     for counted in (
         range(6),
@@ -205,7 +205,9 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("num", [2, 6])
 @pytest.mark.parametrize("name", JOINED)
-def test_terms_of_different_counts_are_joined_as_in_the_whole_batch(name: str, num: int) -> None:
+def test_terms_with_different_counts_are_combined_as_in_the_whole_batch(
+    name: str, num: int
+) -> None:
     model, batch, plan = planned(JOINED[name], num)
     batch["y"] = torch.eye(3, dtype=torch.float64)[
         torch.tensor([0, 0, 1, 2, 0, 2])
@@ -213,7 +215,7 @@ def test_terms_of_different_counts_are_joined_as_in_the_whole_batch(name: str, n
     assert_equal(plan, model, batch)
 
 
-def test_what_only_microbatches_that_have_run_know_is_refused() -> None:
+def test_a_divisor_known_only_after_the_microbatches_is_refused() -> None:
     with pytest.raises(
         CoupledError, match=r"the value of the batch depends on parameter 'linear\.weight'"
     ):
@@ -235,7 +237,7 @@ def summed(z: Tensor, t: Tensor) -> Tensor:
     "loss", [F.mse_loss, JOINED["two entropies"], summed], ids=["mean", "counts", "sum"]
 )
 @pytest.mark.parametrize("num", [2, 6])
-def test_a_penalty_stands_beside_averages_quotients_and_sums(
+def test_a_parameter_penalty_can_be_added_to_averages_quotients_and_sums(
     loss: Callable[[Tensor, Tensor], Tensor], num: int
 ) -> None:
     model = Penalised(loss).double()
@@ -247,7 +249,7 @@ def test_a_penalty_stands_beside_averages_quotients_and_sums(
     assert_equal(plan, model, batch)
 
 
-def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> None:
+def test_the_error_names_the_operands_of_the_op_its_line_and_a_remedy() -> None:
     with pytest.raises(CoupledError) as refused:
         planned(lambda z, t: (z - z.mean(0)).square().sum())
     said = str(refused.value)
@@ -266,7 +268,7 @@ def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> No
     assert "test_microbatch_quotients.py:" in str(refused.value)
 
 
-def test_floats_of_integers_are_verified_in_float64_too() -> None:
+def test_floats_computed_from_integers_are_verified_in_float64() -> None:
     def loss(z: Tensor, t: Tensor) -> Tensor:
         return F.smooth_l1_loss(z, (t.to(torch.int64) * 0.3 - 0.5).softmax(-1))
 

@@ -1,5 +1,5 @@
-"""Law: microbatches, weighed as inferred from the graphs, make the batch's loss, outputs and
-gradients."""
+"""Microbatches with weights inferred from the graphs give the loss, outputs and gradients of the
+batch."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "vit", "dlrm")),
     ],
 )
-def test_microbatches_make_the_batch(name: str) -> None:
+def test_microbatches_give_the_results_of_the_batch(name: str) -> None:
     model, batch = zoo.build(name)
     assert error(model, batch) < 1e-12
 
 
-def test_labels_that_are_ignored_weigh_nothing_however_they_lie() -> None:
+def test_ignored_labels_have_no_weight_in_any_distribution_over_microbatches() -> None:
     model, batch = zoo.build("gpt2")
     labels = torch.full_like(batch["labels"], -100)
     labels[0, :5], labels[3, 2:] = 7, 3  # the third and fourth microbatch have no label at all
@@ -151,7 +151,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_every_kind(name: str) -> None:
+def test_losses_of_every_kind_are_weighted_correctly(name: str) -> None:
     loss, kind = LOSSES[name]
     assert traced(Head(loss), batch())[2].outputs["loss"].combination == kind
     assert error(Head(loss), batch()) < 1e-12
@@ -195,13 +195,13 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
         pytest.param("mixtral", "/forward/", marks=pytest.mark.slow),
     ],
 )
-def test_models_that_couple_samples_are_refused_and_the_op_named(name: str, op: str) -> None:
+def test_models_that_couple_samples_are_refused_with_the_op(name: str, op: str) -> None:
     model, data = zoo.build(name)
     with pytest.raises(AutoparError, match=op):
         traced(model, data)
 
 
-def test_a_promise_is_recorded_where_it_was_needed() -> None:
+def test_a_promise_of_independent_samples_is_recorded_if_needed() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return (z.sort(0).values * 0 + z * y).sum()  # the sort couples samples and adds nothing
 
@@ -210,7 +210,7 @@ def test_a_promise_is_recorded_where_it_was_needed() -> None:
     assert error(Head(loss), batch(), independent=True) < 1e-12
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
+def test_a_batch_not_divisible_by_the_microbatches_is_refused() -> None:
     with pytest.raises(
         ConstraintError, match="8 samples cannot be split into 3 equal microbatches"
     ):
@@ -244,7 +244,7 @@ class Scaled(Weighted):
         ).sum() / weights.sum()
 
 
-def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() -> None:
+def test_losses_use_the_current_class_weights_in_buffers() -> None:
     torch.manual_seed(0)
     model, labels = Weighted(), torch.randint(0, 5, (8,))
     labels[2:4], labels[4] = -100, -100  # the second microbatch has no label
@@ -261,7 +261,7 @@ def test_losses_weigh_by_what_buffers_say_of_classes_as_they_are_in_each_call() 
             torch.testing.assert_close(pm.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-def test_losses_that_weigh_by_parameters_are_refused() -> None:
+def test_losses_with_class_weights_in_parameters_are_refused() -> None:
     torch.manual_seed(0)
     model, data = Scaled(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
     with pytest.raises(
@@ -299,7 +299,7 @@ class Averages(nn.Module):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_an_average_beside_the_loss_is_that_of_the_batch_whatever_it_counts(same: bool) -> None:
+def test_an_average_returned_with_the_loss_is_that_of_the_batch(same: bool) -> None:
     torch.manual_seed(0)
     y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
     model, batch = Averages(same=same), {"x": torch.randn(8, 8), "y": y, "z": z}
@@ -333,9 +333,7 @@ class Masked(nn.Module):
         )
 
 
-def test_each_sample_has_the_random_numbers_of_its_microbatch_and_what_they_count_is_of_the_batch() -> (  # noqa: E501
-    None
-):
+def test_random_numbers_are_per_microbatch_and_their_counts_per_batch() -> None:
     torch.manual_seed(0)
     y, z = (torch.randint(0, 4, (8,)).masked_fill(torch.arange(8) < num, -100) for num in (3, 5))
     batch = {"x": torch.randn(8, 8), "y": y, "z": z}
@@ -357,9 +355,7 @@ class Connections(nn.Module):
         return self.loss(F.linear(x, F.dropout(self.weight, 0.5)), y)
 
 
-def test_numbers_that_no_sample_has_are_verified_microbatch_by_microbatch_where_nothing_is_counted() -> (  # noqa: E501
-    None
-):
+def test_random_numbers_without_a_sample_dim_are_verified_per_microbatch() -> None:
     options: dict[str, Any] = {
         "example_inputs": batch(),
         "hardware": "cpu-gloo",
@@ -379,7 +375,7 @@ class Positions(nn.Module):
         return {"loss": x.pow(2).mean(), "at": torch.arange(len(x))}
 
 
-def test_positions_in_the_batch_are_not_put_together_of_microbatches() -> None:
+def test_positions_in_the_batch_are_not_assembled_from_microbatches() -> None:
     options: dict[str, Any] = {
         "example_inputs": {"x": torch.randn(8, 8)},
         "hardware": "cpu-gloo",
@@ -390,7 +386,7 @@ def test_positions_in_the_batch_are_not_put_together_of_microbatches() -> None:
         autopar.plan(Positions(), 1, inference=True, **options)
 
 
-def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled() -> None:
+def test_a_model_with_a_fixed_batch_size_is_refused_in_microbatches() -> None:
     model, data = Whole(), {"x": torch.randn(8, 6)}
     with pytest.raises(
         CoupledError, match="the model accepts the whole batch, but not a part with 2 samples"
@@ -410,7 +406,7 @@ def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled()
     ],
     ids=["sum over count", "masked", "sum over clamped count"],
 )
-def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
+def test_a_microbatch_without_counted_labels_adds_nothing(loss: Any) -> None:
     torch.manual_seed(0)
     model, labels = Head(loss), torch.randint(0, 5, (8,))
     labels[4:6] = -100
@@ -423,7 +419,7 @@ def test_a_microbatch_in_which_nothing_counts_adds_nothing(loss: Any) -> None:
     assert autopar.verify(pm.plan, model, whole).ok
 
 
-def test_the_loss_of_microbatches_is_scaled_in_place_as_the_plain_ones_is() -> None:
+def test_the_loss_of_microbatches_can_be_scaled_in_place() -> None:
     torch.manual_seed(0)
     model = Head(lambda z, y: F.cross_entropy(z, y))
     whole = {"x": torch.randn(8, 3), "y": torch.randint(0, 5, (8,))}
@@ -445,7 +441,7 @@ def nan_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ignored", [(), (0,), (0, 1), (1, 3), (0, 1, 2, 3)], ids=str)
-def test_the_first_microbatch_that_counts_writes_the_sums_whatever_was_in_them(
+def test_the_first_counted_microbatch_overwrites_the_gradient_sums(
     ignored: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nan_sums(monkeypatch)
@@ -468,7 +464,7 @@ def test_the_first_microbatch_that_counts_writes_the_sums_whatever_was_in_them(
             )
 
 
-def test_gradients_are_zero_where_no_microbatch_weighs_anything(
+def test_gradients_are_zero_if_no_microbatch_has_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nan_sums(monkeypatch)

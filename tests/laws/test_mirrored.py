@@ -1,5 +1,5 @@
-"""Causal attention of mirrored parts: each rank computes as much, numbers are right, and what is
-sent is what is stated.
+"""Causal attention of mirrored shards: the work of ranks is balanced, results are correct, and the
+communication is the stated one.
 
 On hardware whose attention is slow, so that models as small as these gain from it.
 """
@@ -85,7 +85,9 @@ def attentions(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_gradients_are_the_models_and_the_plan_is_certified(kind: str, way: str) -> None:
+def test_gradients_of_mirrored_plans_match_the_model_and_the_plan_is_certified(
+    kind: str, way: str
+) -> None:
     made, model, batch = planned(kind, way)
     found = attentions(made.plan)
     assert found and all("~mirrored" in at for at in found)
@@ -95,9 +97,7 @@ def test_gradients_are_the_models_and_the_plan_is_certified(kind: str, way: str)
     assert certificate.ok, str(certificate)
 
 
-def test_each_query_and_output_is_swapped_once_in_either_phase_and_what_is_kept_rests_mirrored() -> (  # noqa: E501
-    None
-):
+def test_queries_and_outputs_are_swapped_once_per_phase_and_kept_mirrored() -> None:
     made, model, _ = planned("llama", "two")
     config: Any = model.config
     steps = [(step.phase, step.collective) for _, step in made.plan.steps()]
@@ -147,7 +147,7 @@ def counted(
 
 
 @pytest.mark.parametrize("way", ["two", "three", "beside data, sharded"])
-def test_all_ranks_compute_as_many_pairs_together_the_whole(
+def test_all_ranks_compute_equally_many_pairs_that_sum_to_the_total(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, model, batch = planned("llama", way)
@@ -157,7 +157,9 @@ def test_all_ranks_compute_as_many_pairs_together_the_whole(
     assert ranks == [whole / len(ranks)] * len(ranks)
 
 
-def test_of_plain_parts_the_last_rank_computes_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_plain_shards_the_last_rank_computes_the_most_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = zoo_small.llama(num_layers=LAYERS)
     mesh, force = Mesh({"context": 4}), (context_parallel("context"),)
     made = plan_model(
@@ -168,7 +170,7 @@ def test_of_plain_parts_the_last_rank_computes_most(monkeypatch: pytest.MonkeyPa
     assert ranks == sorted(ranks) and ranks[3] == pytest.approx(7 * ranks[0])
 
 
-def test_attention_takes_its_share_of_the_whole_and_less_than_the_last_plain_part() -> None:
+def test_mirrored_attention_takes_its_share_and_less_than_the_last_plain_shard() -> None:
     times: dict[str, dict[str, float]] = {}
     for size in (1, 2, 4):
         model, batch = zoo_small.llama(num_layers=LAYERS)
@@ -191,7 +193,7 @@ def test_attention_takes_its_share_of_the_whole_and_less_than_the_last_plain_par
         ), "the last plain part"
 
 
-def test_where_attention_is_quick_parts_stay_plain() -> None:
+def test_fast_attention_uses_plain_shards() -> None:
     model, batch = zoo_small.llama(num_layers=LAYERS)
     plan = autopar.plan(
         model,
@@ -204,7 +206,7 @@ def test_where_attention_is_quick_parts_stay_plain() -> None:
 
 
 @pytest.mark.parametrize("way", ["two", "three"])
-def test_memory_is_predicted_to_the_byte(way: str) -> None:
+def test_the_predicted_memory_of_mirrored_plans_is_exact(way: str) -> None:
     batch, (mesh, force) = {"x": torch.randn(2, 36, 8)}, WAYS[way]
     made = plan_model(
         Attending(is_causal=True),
@@ -241,7 +243,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_that_is_not_causal_has_plain_parts(masked: bool) -> None:
+def test_attention_that_is_not_causal_uses_plain_shards(masked: bool) -> None:
     batch, force = {"x": torch.randn(1, 16, 8)}, (context_parallel("context"),)
     made = plan_model(
         Attending(masked=masked),
@@ -253,7 +255,7 @@ def test_attention_that_is_not_causal_has_plain_parts(masked: bool) -> None:
     assert attentions(made.plan) and not any("mirrored" in at for at in attentions(made.plan))
 
 
-def test_causal_attention_that_has_a_mask_too_or_other_keys_is_offered_no_mirrored_parts() -> None:
+def test_causal_attention_with_a_mask_or_other_keys_has_no_mirrored_strategies() -> None:
     q = torch.randn(1, 1, 8, 4)
     result = ops.attention(q, q, q, None, True, 0.5)
     offered = {}
@@ -353,7 +355,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_plan_is_refused(name: str) -> None:
+def test_a_changed_mirrored_plan_is_refused(name: str) -> None:
     made, _, _ = planned("llama", "two")
     change, said = CHANGES[name]
     changed = change(made.plan)

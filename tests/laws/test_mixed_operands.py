@@ -51,7 +51,7 @@ def spectral() -> tuple[Chain, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_under_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buffers(
+def test_with_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buffers(
     training: bool,
 ) -> None:
     model, batch = spectral()
@@ -78,7 +78,7 @@ def test_under_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buf
         torch.testing.assert_close(dict(pm.named_buffers())[name], buffer, rtol=1e-5, atol=1e-6)
 
 
-def test_the_plain_model_cannot_be_the_reference_where_it_cannot_run_in_the_precision() -> None:
+def test_verify_without_float64_is_refused_if_the_plain_model_cannot_run_in_the_precision() -> None:
     model, batch = spectral()
     plan = autopar.plan(model, LINE, example_inputs=batch, precision="bf16", hardware="cpu-gloo")
     assert autopar.verify(plan, model, batch).ok
@@ -94,7 +94,7 @@ def test_the_plain_model_cannot_be_the_reference_where_it_cannot_run_in_the_prec
     [nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)],
     ids=lambda layer: type(layer).__name__,
 )
-def test_under_a_precision_what_depends_on_the_batch_and_meets_another_dtype_is_refused_with_the_line(  # noqa: E501
+def test_with_a_precision_operands_of_another_dtype_are_refused_with_the_line(
     layer: nn.Module,
 ) -> None:
     model, batch = Chain(layer, table=torch.randn(16)), {"x": torch.randn(8, 16)}
@@ -110,7 +110,7 @@ def test_under_a_precision_what_depends_on_the_batch_and_meets_another_dtype_is_
     assert capture(model, (), batch, precision=BF16).precision == BF16
 
 
-def test_without_a_precision_two_dtypes_that_the_model_cannot_run_with_are_refused() -> None:
+def test_without_a_precision_unsupported_pairs_of_dtypes_are_refused() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -125,7 +125,7 @@ def test_without_a_precision_two_dtypes_that_the_model_cannot_run_with_are_refus
         capture(Net(), (torch.randn(2, 4),))
 
 
-def test_what_torch_computes_with_two_dtypes_passes() -> None:
+def test_pairs_of_dtypes_that_torch_supports_are_accepted() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +140,7 @@ def test_what_torch_computes_with_two_dtypes_passes() -> None:
     assert autopar.verify(plan, model, batch, dtype=None).ok
 
 
-def test_a_trial_of_a_call_leaves_the_random_numbers_as_they_were() -> None:
+def test_a_trial_of_a_call_does_not_change_the_random_state() -> None:
     state = torch.random.get_rng_state()
     mean, deviation = (
         torch.empty(3, device="meta"),
@@ -152,7 +152,7 @@ def test_a_trial_of_a_call_leaves_the_random_numbers_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 40, 50), (512, 4096, 4096)])
-def test_a_trial_tells_what_a_call_of_any_size_gives(shape: tuple[int, ...]) -> None:
+def test_a_trial_predicts_the_result_dtypes_of_a_call_of_any_size(shape: tuple[int, ...]) -> None:
     rows, weight = (
         torch.empty(shape, dtype=BF16, device="meta"),
         torch.empty(shape[-1], device="meta"),
@@ -166,7 +166,7 @@ def test_a_trial_tells_what_a_call_of_any_size_gives(shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("size", [20, 200])
-def test_a_trial_keeps_sizes_that_belong_together(size: int) -> None:
+def test_a_trial_keeps_dependent_sizes_consistent(size: int) -> None:
     """Of a group norm the number of places in an image is an argument."""
     x, weight = (
         torch.empty(96, 32, size, size, dtype=BF16, device="meta"),
@@ -182,7 +182,7 @@ def test_a_trial_keeps_sizes_that_belong_together(size: int) -> None:
     assert found is not None and found.dtypes == (BF16, torch.float32, torch.float32)
 
 
-def test_of_a_call_whose_results_have_other_shapes_nothing_is_known() -> None:
+def test_a_trial_gives_no_prediction_if_result_shapes_differ() -> None:
     x, weight = torch.empty(4, 8, dtype=BF16, device="meta"), torch.empty(8, device="meta")
     assert (
         try_kernel(
@@ -215,7 +215,7 @@ NORMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_under_autocast_statistics_of_norms_count_in_the_dtype_that_kernels_give_them(
+def test_under_autocast_norm_statistics_have_the_dtype_of_the_kernels(
     kind: str,
 ) -> None:
     """fp32 over 16-bit values with fp32 weights, where torch's fake kernels say 16-bit."""

@@ -1,8 +1,8 @@
-"""Parameters that rest in one dtype and are read in a narrower one: what moves, what rests, and
-that the numbers are the model's.
+"""Parameters that are stored in one dtype and read in a narrower one: communication, memory, and
+results that match the model.
 
-The reference is a model whose parameters are cast where they are read, as autograd sees it:
-gradients arrive in the dtype of rest.
+The reference is a model that casts its parameters when it reads them, so that autograd returns
+gradients in the stored dtype.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def cast_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_trace_is_the_model_with_its_parameters_cast(kind: str) -> None:
+def test_the_trace_matches_the_model_with_cast_parameters(kind: str) -> None:
     model, batch = getattr(zoo_small, kind)()
     trace = capture(model, (), batch, precision=BF16)
     assert all(p.dtype == torch.float32 and p.compute_dtype == BF16 for p in trace.parameters)
@@ -129,7 +129,7 @@ def test_the_trace_is_the_model_with_its_parameters_cast(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way: str) -> None:
+def test_mixed_precision_plans_match_the_model_and_are_certified(kind: str, way: str) -> None:
     made, model, batch = planned(kind, way)
     plan = Plan.loads(made.plan.dumps())
     found = autopar.check(plan, model, batch)
@@ -142,7 +142,7 @@ def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_plans_compute_what_the_model_computes(kind: str, seed: int) -> None:
+def test_random_mixed_precision_plans_match_the_model(kind: str, seed: int) -> None:
     model, batch = getattr(zoo_small, kind)()
     ready = prepared_trace(
         capture(model, (), batch, precision=BF16), SQUARE, HardwareProfile.load("cpu-gloo")
@@ -155,7 +155,7 @@ def test_random_plans_compute_what_the_model_computes(kind: str, seed: int) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_move_in_the_narrow_dtype_and_gradients_are_summed_in_their_own(
+def test_parameters_move_in_the_narrow_dtype_and_gradients_are_reduced_in_the_wide_one(
     kind: str, way: str
 ) -> None:
     made, model, batch = planned(kind, way)
@@ -198,7 +198,7 @@ def large() -> tuple[Large, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("mesh", "num_microbatches"), [(Mesh({"gpu": 4}), 1), (SQUARE, 1), (SQUARE, 4)]
 )
-def test_no_gradient_is_reduced_before_it_is_cast_though_that_would_be_faster(
+def test_no_gradient_is_reduced_before_its_cast_even_if_that_were_faster(
     mesh: Mesh, num_microbatches: int
 ) -> None:
     model, batch = large()
@@ -217,7 +217,7 @@ def test_no_gradient_is_reduced_before_it_is_cast_though_that_would_be_faster(
     assert {key.split(".")[0].split("/")[0] for key, _ in summed} >= {"up", "down"}
 
 
-def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast(
+def test_the_certificate_refuses_gradients_reduced_before_their_cast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = large()
@@ -258,7 +258,7 @@ def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.slow
-def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes() -> None:
+def test_fsdp_moves_the_same_elements_in_half_the_bytes() -> None:
     def sent(kind: str, **options: Any) -> tuple[int, int]:
         """Elements and bytes, of weights."""
         made, _, _ = planned("llama", "fsdp", **options)
@@ -272,7 +272,7 @@ def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
+def test_stored_parameters_are_wide_and_copies_are_narrow(way: str) -> None:
     made, _, _ = planned("llama", way)
     for stage in made.plan.stages:
         rests = stage.prediction.memory_bytes
@@ -289,7 +289,9 @@ def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("way", ["free", "fsdp", "tensor parallel"])
-def test_the_predicted_peak_is_measured_to_the_byte(kind: str, way: str) -> None:
+def test_the_predicted_peak_of_mixed_precision_equals_the_measured_peak(
+    kind: str, way: str
+) -> None:
     """On real tensors, with groups that move nothing."""
     made, _, batch = planned(kind, way)
     program = made.stage_program()
@@ -313,7 +315,7 @@ class Tower(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made(
+def test_bounds_and_the_least_needed_memory_are_valid_for_found_plans(
     autocast: bool,
 ) -> None:
     torch.manual_seed(0)
@@ -344,7 +346,7 @@ def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_training_keeps_what_bf16_would_round_away(kind: str) -> None:
+def test_training_accumulates_updates_that_bf16_would_round_away(kind: str) -> None:
     """Steps far below what bf16 resolves add up in the weights, as they do in the reference."""
     model, batch = getattr(zoo_small, kind)()
     reference = copy.deepcopy(model)
@@ -402,7 +404,7 @@ def under_autocast(fold: bool = True) -> Trace:
         return capture(model, (), batch, fold=fold)
 
 
-def test_under_autocast_what_is_read_in_bf16_alone_moves_in_bf16() -> None:
+def test_under_autocast_parameters_read_only_in_bf16_move_in_bf16() -> None:
     narrow = {p.name: p.is_narrowed for p in under_autocast().parameters}
     assert narrow == {
         "table.weight": False,
@@ -441,7 +443,7 @@ class Router(nn.Module):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_what_leaves_autocast_is_computed_as_it_says(num_microbatches: int) -> None:
+def test_ops_outside_autocast_are_computed_in_their_dtype(num_microbatches: int) -> None:
     torch.manual_seed(0)
     model, batch = Router(), {"x": torch.randn(4, 5, 8)}
     with torch.autocast("cpu", dtype=BF16):
@@ -473,7 +475,7 @@ class _Island(nn.Module):
             return self.scores(x).pow(2).mean()
 
 
-def test_backward_of_what_leaves_autocast_leaves_it_too() -> None:
+def test_the_backward_of_ops_outside_autocast_is_outside_autocast() -> None:
     torch.manual_seed(0)
     model, batch = _Island(), {"x": torch.randn(32, 64)}
     plain = copy.deepcopy(model)
@@ -491,7 +493,7 @@ def test_backward_of_what_leaves_autocast_leaves_it_too() -> None:
     )
 
 
-def test_where_the_plain_model_cannot_be_run_in_the_precision_verify_says_so() -> None:
+def test_verify_reports_if_the_plain_model_cannot_run_in_the_precision() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 16), nn.BatchNorm1d(16), _Island()
@@ -510,14 +512,14 @@ def test_where_the_plain_model_cannot_be_run_in_the_precision_verify_says_so() -
 
 
 @pytest.mark.slow
-def test_a_model_that_rests_in_the_precision_is_left_as_it_is() -> None:
+def test_a_model_already_in_the_precision_is_unchanged() -> None:
     model, batch = zoo_small.llama(dtype=BF16)
     asked, plain = (capture(model, (), batch, precision=precision) for precision in (BF16, None))
     assert asked.fingerprint == plain.fingerprint
     assert not any(p.is_narrowed for p in asked.parameters)
 
 
-def test_buffers_stay_as_they_are() -> None:
+def test_a_precision_does_not_cast_buffers() -> None:
     model, batch = zoo_small.llama()
     dtypes = {name: b.dtype for name, b in model.named_buffers()}
     trace = capture(model, (), batch, precision=BF16)
@@ -526,13 +528,13 @@ def test_buffers_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp8", "float32", torch.bfloat16])
-def test_other_precisions_are_refused(precision: Any) -> None:
+def test_unknown_precisions_are_refused(precision: Any) -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(AutoparError, match=r"precision=.* is not known\n.*pass one of bf16"):
         autopar.plan(model, LINE, example_inputs=batch, precision=precision)
 
 
-def test_a_plan_is_for_its_precision() -> None:
+def test_a_plan_is_refused_for_another_precision() -> None:
     made, model, batch = planned("llama", "fsdp")
     other = replace(made.plan, options={**made.plan.options, "precision": None})
     with pytest.raises(
@@ -551,7 +553,7 @@ def test_a_plan_is_for_its_precision() -> None:
     ],
     ids=["gathers", "nothing", "kept bytes"],
 )
-def test_changed_plans_are_refused(change: tuple[str, str]) -> None:
+def test_changed_mixed_precision_plans_are_refused(change: tuple[str, str]) -> None:
     made, model, batch = planned("llama", "fsdp")
     text = made.plan.dumps()
     other = Plan.loads(text.replace(*change, 1))
@@ -603,7 +605,7 @@ def test_a_small_model_fits_a_budget_with_its_narrow_copies(
     assert autopar.verify(plan, model, batch).ok
 
 
-def test_emission_is_the_same_after_a_round_trip() -> None:
+def test_a_round_trip_does_not_change_emission() -> None:
     made, model, batch = planned("llama", "fsdp")
     trace = capture(model, (), batch, precision=BF16)
     again = emit_stage(trace, Plan.loads(made.plan.dumps()))
@@ -613,7 +615,7 @@ def test_emission_is_the_same_after_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("stored", [BF16, torch.float32], ids=str)
-def test_a_norm_without_eps_takes_that_which_torch_takes(stored: torch.dtype) -> None:
+def test_a_norm_without_eps_uses_the_eps_of_torch(stored: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 4), Squared()).to(stored)
     batch = (0.01 * torch.randn(8, 16, dtype=stored),)

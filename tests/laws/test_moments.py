@@ -1,5 +1,5 @@
-"""Moments: what the problem says is live while an op runs, against what an emitted program
-holds."""
+"""Moments: the memory that the problem counts while an op runs, compared with the memory of an
+emitted program."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def sizes(
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -> None:
+def test_the_certain_memory_of_a_moment_is_at_most_the_measured_memory(
+    name: str, mesh: str
+) -> None:
     made, liveness = prepared(name, mesh)
     certain = (*liveness.certain, *certain_moments(liveness))
     assert len(certain) > 2 * len(liveness.certain) > 0
@@ -143,7 +145,7 @@ def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
+def test_the_peak_of_a_step_is_the_maximum_over_its_nodes() -> None:
     made, _ = prepared("llama", "a=2,b=2")
     for seed in range(3):
         _, program = finish(made, *random_choices(made, seed), "random")
@@ -172,7 +174,7 @@ def seen_under(
 
 
 @pytest.mark.slow
-def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -> None:
+def test_a_learned_moment_gives_the_measured_memory_of_its_plan() -> None:
     made, liveness = prepared("bert", "a=2,b=2")
     choices, evaluation = random_choices(made, 1, recompute_share=0.5)
     plan, seen, largest = seen_under(made, liveness, choices, evaluation)
@@ -185,7 +187,7 @@ def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -
     assert rows == [seen[node].peak_bytes for node in moments]
 
 
-def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
+def test_recomputed_values_are_attributed_to_ops_that_are_not_retained() -> None:
     made, liveness = prepared("llama", "1")
     choices, evaluation = random_choices(made, 1, recompute_share=1.0)
     _, seen, largest = seen_under(made, liveness, choices, evaluation)
@@ -215,7 +217,7 @@ def test_what_ran_again_is_said_by_ops_not_held_back() -> None:
     )
 
 
-def test_what_is_kept_counts_until_its_last_reader_and_what_runs_again_from_the_first() -> None:
+def test_kept_values_count_until_their_last_reader_and_recomputed_ones_from_the_first() -> None:
     made, liveness = prepared("llama", "1")
     problem = made.priced.problem
     backward = [

@@ -198,7 +198,7 @@ def test_every_mutant_is_refused(op: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mutant_that_is_not_refused_is_right(tmp_path: Path) -> None:
+def test_a_mutant_that_is_not_refused_is_correct(tmp_path: Path) -> None:
     results = {op: tried(op, tmp_path) for op in CASES}
     assert {str(op) for op, (found, _) in results.items() if found} == {
         str(op) for group in RIGHT.values() for op in group

@@ -116,7 +116,7 @@ def test_data_parallelism_reduces_every_gradient_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_data_parallelism_splits_every_input_and_every_activation_over_the_batch_alone(
+def test_data_parallelism_splits_all_inputs_and_activations_only_over_the_batch(
     kind: str,
 ) -> None:
     plan = planned(kind, LINE, constraints.ddp()).plan
@@ -163,7 +163,7 @@ def test_fully_sharded_parameters_are_gathered_once_and_their_gradients_scattere
     )
 
 
-def test_on_two_axes_fully_sharded_parameters_move_what_they_do_on_one_of_as_many_devices() -> None:
+def test_fsdp_on_two_axes_moves_as_much_as_on_one_axis_of_the_same_size() -> None:
     """Axis by axis a gather sends n/4 and then n/2 of n elements: (P−1)/P with P = 4."""
     plan = planned("llama", SQUARE, constraints.fsdp())
     assert all(layout.count("S") == 2 for layout in storage(plan).values())
@@ -175,7 +175,7 @@ def test_on_two_axes_fully_sharded_parameters_move_what_they_do_on_one_of_as_man
     assert sent(plan, "forward") == total * 3 / 4 + loss
 
 
-def test_where_memory_is_short_parameters_are_gathered_again_in_backward() -> None:
+def test_with_little_memory_parameters_are_gathered_again_in_backward() -> None:
     """3Ψ(P−1)/P at most (Rajbhandari et al., 2020, section 7.2): two all-gathers and one
     reduce-scatter of a parameter."""
     ample = planned("llama", LINE, constraints.fsdp())
@@ -192,7 +192,7 @@ def test_where_memory_is_short_parameters_are_gathered_again_in_backward() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallelism_reduces_twice_a_layer_each_way(kind: str) -> None:
+def test_tensor_parallelism_reduces_twice_per_layer_and_phase(kind: str) -> None:
     """One all-reduce of b·s·h for attention and one for the MLP, forward and backward (Shoeybi et
     al., 2019, section 3, figure 4); one for a vocabulary-parallel embedding and one, backward, for
     the head; three of b·s for its cross entropy."""
@@ -266,7 +266,7 @@ def test_tensor_parallelism_splits_columns_first_and_rows_last() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zero", [0, 3])
-def test_megatron_is_both_on_their_axes_with_what_is_left_on_a_device(kind: str, zero: int) -> None:
+def test_megatron_combines_tensor_and_data_parallelism_on_their_axes(kind: str, zero: int) -> None:
     plan = planned(kind, SQUARE, constraints.megatron(tp=2, dp=2, zero=zero))
     alone = planned(kind, LINE, constraints.tensor_parallel("1d", axes="gpu"))
     for phase in ("forward", "backward"):  # half the samples
@@ -302,9 +302,7 @@ NAMED = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mesh", "forced"), NAMED, ids=str)
-def test_a_named_plan_computes_what_the_model_does(
-    kind: str, mesh: Mesh, forced: Constraint
-) -> None:
+def test_a_named_plan_matches_the_model(kind: str, mesh: Mesh, forced: Constraint) -> None:
     trace, model, batch = traced(kind)
     assert verify_program(trace, planned(kind, mesh, forced).program, model, (), batch).ok
 
@@ -319,7 +317,7 @@ def test_the_free_plan_is_never_slower_than_a_named_one(
     assert free.objective_s * (1 - PlanOptions().gap) <= named.objective_s
 
 
-def test_one_axis_may_be_named_and_the_other_left_to_the_planner() -> None:
+def test_one_axis_may_be_constrained_and_the_other_free() -> None:
     trace, model, batch = traced("llama")
     plan = planned("llama", SQUARE, constraints.tensor_parallel("1d", axes="tensor"))
     assert {
@@ -332,7 +330,7 @@ def test_one_axis_may_be_named_and_the_other_left_to_the_planner() -> None:
     )
 
 
-def test_a_batch_that_the_axis_does_not_divide_is_split_unevenly() -> None:
+def test_an_indivisible_batch_is_split_unevenly() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     wrapped = _Loss(model)

@@ -43,7 +43,7 @@ class Norms(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mesh", ["2", "a=2,b=2"])
-def test_norms_of_a_split_batch_are_those_of_the_whole(mesh: str, training: bool) -> None:
+def test_norms_of_a_sharded_batch_equal_those_of_the_whole_batch(mesh: str, training: bool) -> None:
     torch.manual_seed(0)
     model, batch = Norms().train(training), {"x": torch.randn(8, 3, 8, 8)}
     model.batch.running_mean.normal_()
@@ -62,7 +62,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_in_small_dtypes_are_as_precise_as_torchs(dtype: torch.dtype) -> None:
+def test_norm_ops_in_16_bits_are_as_precise_as_those_of_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = (
         (torch.randn(16, 4, 32) + 3).to(dtype),

@@ -257,7 +257,7 @@ MODELS = (shared, masked, statistics, rearranged, gated, convolved, pieces, lstm
 
 @pytest.mark.parametrize("mesh", ["2", "3", "a=2,b=2"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_random_plans_of_an_odd_model_compute_the_model(
+def test_random_plans_of_an_unusual_model_match_the_model(
     make: Callable[[], Made], mesh: str
 ) -> None:
     torch.manual_seed(0)

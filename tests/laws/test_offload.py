@@ -1,5 +1,5 @@
-"""What lies on the hosts: plans with it are the plain model, certified, within both budgets, and
-no slower than without."""
+"""Offload to host memory: plans match the plain model, are certified, fit both budgets, and are
+not slower than plans without offload."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def holds(kind: str, plan: Plan, hardware: HardwareProfile | str = "h100-sxm") -
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_what_fits_no_device_is_planned_with_hosts(kind: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_on_devices_is_planned_with_host_memory(
+    kind: str, tmp_path: Path
+) -> None:
     rests = planned(kind, ONE).prediction.memory_bytes
     budget = rests["parameters"] + rests["optimizer"] - 1  # less than what would have to rest
     plan = planned(kind, ONE, asked.offload(), memory_bytes=budget)
@@ -84,7 +86,7 @@ def test_what_fits_no_device_is_planned_with_hosts(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mesh", [ONE, SQUARE], ids=str)
-def test_what_is_kept_waits_on_hosts_where_that_costs_less_than_running_again(mesh: Mesh) -> None:
+def test_activations_are_offloaded_if_that_costs_less_than_recompute(mesh: Mesh) -> None:
     free = planned("gpt2", mesh, hardware=quick_hosts())
     budget = int(0.85 * free.prediction.peak_bytes)
     plan = planned(
@@ -100,9 +102,7 @@ def test_what_is_kept_waits_on_hosts_where_that_costs_less_than_running_again(me
 
 
 @pytest.mark.slow
-def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_proven_to_be() -> (
-    None
-):
+def test_a_plan_with_host_memory_is_not_slower_than_the_bound_without() -> None:
     free = planned("gpt2", SQUARE, hardware=quick_hosts())
     for share in (0.9, 0.8, 0.7):
         budget = int(share * free.prediction.peak_bytes)
@@ -117,7 +117,7 @@ def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_
 
 
 @pytest.mark.slow
-def test_hosts_hold_no_more_than_they_are_asked_to() -> None:
+def test_host_memory_stays_within_its_budget() -> None:
     free = planned("gpt2:1", ONE, hardware=quick_hosts())
     budget = int(0.7 * free.prediction.peak_bytes)
     ample = planned("gpt2:1", ONE, asked.offload(), hardware=quick_hosts(), memory_bytes=budget)
@@ -155,7 +155,7 @@ WAYS: dict[str, tuple[Sequence[Constraint], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_on_hosts_are_the_plain_models_in_every_way_of_a_step(way: str) -> None:
+def test_parameters_in_host_memory_match_the_plain_model_in_every_kind_of_step(way: str) -> None:
     constraints, options = WAYS[way]
     forced = not way.startswith("chosen")
     if forced:
@@ -177,7 +177,7 @@ def test_parameters_on_hosts_are_the_plain_models_in_every_way_of_a_step(way: st
     holds("gpt2", plan)
 
 
-def test_optimizer_state_and_gradients_rest_beside_the_parameter_and_nowhere_else() -> None:
+def test_optimizer_state_and_gradients_are_stored_where_the_parameter_is() -> None:
     model, batch = built("gpt2")
     free, hosted = planned("gpt2", ONE), planned("gpt2", ONE, asked.layout("*", storage="R host"))
     weights = {p.name: p for p in capture(model, (), batch).parameters if p.name.endswith("weight")}
@@ -195,7 +195,7 @@ def test_optimizer_state_and_gradients_rest_beside_the_parameter_and_nowhere_els
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
+def test_the_predicted_peak_with_offload_equals_the_measured_peak(kind: str) -> None:
     model, batch = built(kind)
     free = planned(kind, ONE, hardware=quick_hosts())
     plan = planned(
@@ -234,7 +234,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
     ],
     ids=["host bytes", "kept", "stores", "copies' time", "optimizer's time"],
 )
-def test_the_certificate_refuses_what_does_not_hold(change: Any, said: str) -> None:
+def test_the_certificate_refuses_wrong_claims_about_offload(change: Any, said: str) -> None:
     model, batch = built("gpt2")
     free = planned("gpt2", ONE, hardware=quick_hosts())
     plan = planned(
@@ -266,7 +266,7 @@ def _on_devices(plan: Plan) -> Plan:
     return replace(plan, entries=tuple(entries))
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_impossible_offload_is_refused_with_the_reason() -> None:
     with pytest.raises(ConstraintError, match="offloads nothing"):
         asked.offload(parameters=False, activations=False)
     with pytest.raises(

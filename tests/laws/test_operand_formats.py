@@ -91,7 +91,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("target", "case", "names"), list(cases()))
-def test_an_op_of_a_program_computes_the_same_of_operands_in_any_format(
+def test_an_op_gives_the_same_result_for_operands_in_any_memory_format(
     target: Any, case: Any, names: list[str]
 ) -> None:
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def bags(weight: Tensor, scale: Tensor) -> Tensor:
     )
 
 
-def test_ops_without_a_row_whose_kernels_want_one_format_take_any() -> None:
+def test_ops_without_a_format_row_accept_operands_in_any_memory_format() -> None:
     def real(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 

@@ -74,24 +74,28 @@ def holds(kind: str, found: Planned) -> None:
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 @pytest.mark.parametrize("plan", ["free", "ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["several", "convolutions", "bert"])
-def test_plans_of_samples_are_the_plain_model(kind: str, plan: str, outputs: str) -> None:
+def test_data_parallel_plans_with_an_outer_loss_match_the_plain_model(
+    kind: str, plan: str, outputs: str
+) -> None:
     holds(kind, planned(kind, SQUARE, plan, outputs))
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 @pytest.mark.parametrize("plan", ["heads", "fsdp and heads"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_plans_of_heads_are_the_plain_model(kind: str, plan: str, outputs: str) -> None:
+def test_tensor_parallel_plans_with_an_outer_loss_match_the_plain_model(
+    kind: str, plan: str, outputs: str
+) -> None:
     holds(kind, planned(kind, SQUARE, plan, outputs))
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
-def test_a_batch_that_does_not_divide_is_the_plain_model(plan: str) -> None:
+def test_an_indivisible_batch_with_an_outer_loss_matches_the_plain_model(plan: str) -> None:
     holds("several", planned("several", THREE, plan, "dtensor"))
 
 
 @pytest.mark.slow
-def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
+def test_requested_full_outputs_are_gathered_by_the_program_and_priced() -> None:
     whole, parts = planned("bert", SQUARE, "ddp"), planned("bert", SQUARE, "ddp", "dtensor")
     assert whole.plan.options["outputs"] == "full"
     assert [str(t.layout) for t in whole.program.outputs] == ["R R"]
@@ -107,14 +111,18 @@ def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
     ("kind", "plan"), [("several", "ddp"), ("bert", "fsdp"), ("llama", "heads")]
 )
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
-def test_the_peak_is_that_of_real_tensors(kind: str, plan: str, outputs: str) -> None:
+def test_the_predicted_peak_with_an_outer_loss_equals_that_of_real_tensors(
+    kind: str, plan: str, outputs: str
+) -> None:
     program = planned(kind, SQUARE, plan, outputs).stage_program()
     peak, gradients = measured_peak(program, built(kind)[1], "local")
     assert trace_peak(program, outputs="local").peak_bytes == peak
     assert len(gradients) == sum(t.has_gradient for t in program.parameters)
 
 
-def test_a_tangent_whose_rows_lie_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tangent_with_permuted_rows_is_detected_by_verify(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = built("several")
     plan = planned("several", SQUARE, "fsdp", "dtensor").plan
     monkeypatch.setattr(
@@ -124,7 +132,7 @@ def test_a_tangent_whose_rows_lie_elsewhere_is_found_out(monkeypatch: pytest.Mon
         autopar.verify(plan, model, batch)
 
 
-def test_what_stands_for_a_losss_gradient_is_always_the_same_and_never_constant() -> None:
+def test_the_test_tangents_are_deterministic_and_not_constant() -> None:
     first, again = (tangent_of("logits", (4, 3), torch.float64, is_loss=False) for _ in range(2))
     assert torch.equal(first, again) and first.unique().numel() == 12
     assert not torch.equal(first, tangent_of("other", (4, 3), torch.float64, is_loss=False))
@@ -132,14 +140,14 @@ def test_what_stands_for_a_losss_gradient_is_always_the_same_and_never_constant(
     assert tangent_of("z", (2,), torch.complex64, is_loss=False).imag.abs().sum() > 0
 
 
-def test_all_that_has_a_gradient_is_differentiated_where_there_is_no_loss() -> None:
+def test_without_a_loss_all_outputs_with_a_gradient_are_differentiated() -> None:
     trace = capture(*built("several")[:1], (), built("several")[1])
     assert trace.loss is None
     assert [o.path for o in trace.differentiable] == ["out", "same", "flat", "weight", "total"]
     assert all(o.is_answered == bool(o.tangent) for o in trace.outputs)
 
 
-def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
+def test_a_scalar_output_is_the_loss_if_it_has_a_gradient() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -161,7 +169,7 @@ def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
         ({"batch": "local"}, ConstraintError, "the weight of each rank's loss"),
     ],
 )
-def test_what_needs_the_loss_is_refused(
+def test_options_that_need_a_loss_are_refused(
     options: dict[str, Any], refusal: type[AutoparError], words: str
 ) -> None:
     model, batch = built("bert")
@@ -171,14 +179,14 @@ def test_what_needs_the_loss_is_refused(
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_batch_is_not_cut() -> None:
+def test_without_a_loss_the_batch_is_not_split_if_nothing_fits() -> None:
     model, batch = built("bert")
     least = planned("bert", SQUARE, "fsdp").plan.prediction.memory_bytes["parameters"]
     with pytest.raises(AutoparError, match="fit"):
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", memory_bytes=least)
 
 
-def test_a_certificate_sees_a_tangent_in_another_layout() -> None:
+def test_the_certificate_detects_a_tangent_in_another_layout() -> None:
     model, batch = built("several")
     plan = planned("several", SQUARE, "ddp", "dtensor").plan
 

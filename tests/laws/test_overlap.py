@@ -74,9 +74,7 @@ def starts(program: StageProgram) -> list[fx.Node]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(
-    model: str, mesh: str, seed: int
-) -> None:
+def test_a_random_plan_matches_the_model_for_any_overlap(model: str, mesh: str, seed: int) -> None:
     ready, plain, batch = prepared(model, mesh)
     plan, program = random_plan(ready, seed)
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
@@ -126,7 +124,7 @@ def issued(program: StageProgram, coordinate: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_slack_is_what_the_emitted_graph_shows() -> None:
+def test_the_priced_slack_equals_that_of_the_emitted_graph() -> None:
     """Pricing derives it from choices; here it is derived anew from who reads what in the graph."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     seen: Counter[str] = Counter()
@@ -145,7 +143,7 @@ def test_slack_is_what_the_emitted_graph_shows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_than_all_that_has_it(  # noqa: E501
+def test_overlapped_communication_has_slack_and_no_emitted_order_is_faster(
     model: str, mesh: str, seed: int
 ) -> None:
     ready, _, _ = prepared(model, mesh)
@@ -189,7 +187,7 @@ def shown(node: fx.Node) -> str:
     return "prefetchable" if is_there(node) else "deferrable" if is_last(node) else "critical"
 
 
-def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
+def test_without_overlap_or_memory_for_it_the_program_is_unchanged() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 0)
     text = [str(graph) for graph in graphs(program.stages[0])]
@@ -200,7 +198,7 @@ def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
+def test_the_stated_time_and_memory_of_an_order_are_those_of_its_graphs(
     model: str, mesh: str, seed: int
 ) -> None:
     ready, _, _ = prepared(model, mesh)
@@ -239,7 +237,7 @@ def with_least(program: StageProgram, plan: Plan) -> tuple[StageProgram, Overlap
     return apply_overlap(program, plan)[0], least_overlap(program, plan)
 
 
-def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
+def test_early_steps_stay_within_their_memory_which_the_program_states() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 2)
     _, free = with_least(program.stages[0], beside(plan))
@@ -274,7 +272,7 @@ def rising(program: StageProgram, seed: int, most: int) -> dict[str, tuple[Piece
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: int) -> None:
+def test_early_steps_stay_within_the_room_at_their_place(seed: int) -> None:
     ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
     plan, serial = random_plan(ready, seed)
     _, free = with_least(serial.stages[0], beside(plan))
@@ -334,7 +332,7 @@ def run(ready: Prepared, program: StageProgram, plain: object, batch: Batch) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bytes_that_a_program_says_it_holds_give_the_same_program(seed: int) -> None:
+def test_emission_with_the_stated_bytes_gives_the_same_program(seed: int) -> None:
     """A certificate emits it again with no more; less room may order steps otherwise, which is
     then what is said."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
@@ -348,7 +346,7 @@ def test_the_bytes_that_a_program_says_it_holds_give_the_same_program(seed: int)
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
 
 
-def test_a_finish_before_its_start_is_no_program() -> None:
+def test_a_finish_before_its_start_is_refused() -> None:
     _, _, _, program, _, _ = early_program()
     start = starts(program)[0]
     finish = next(iter(start.users))
@@ -358,7 +356,7 @@ def test_a_finish_before_its_start_is_no_program() -> None:
 
 
 @pytest.mark.parametrize("how", ["another start", "other settings", "twice", "not started"])
-def test_what_is_not_finished_as_it_was_started_is_refused_by_the_interpreter(how: str) -> None:
+def test_the_interpreter_refuses_a_finish_with_other_settings_than_its_start(how: str) -> None:
     _, ready, _, program, plain, batch = early_program()
     run(ready, program, plain, batch)
     first, *others = [node for node in program.forward.graph.nodes if node.target is steps.start]

@@ -52,7 +52,7 @@ def collectives(axis: int) -> list[Collective]:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_collectives_take_what_the_planner_says(name: str) -> None:
+def test_the_certificate_prices_collectives_as_the_planner(name: str) -> None:
     profile = PROFILES[name]
     for mesh in MESHES:
         rates = Rates(mesh, profile)
@@ -78,7 +78,7 @@ def test_collectives_take_what_the_planner_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_stages_send_in_the_time_that_the_planner_says(name: str) -> None:
+def test_the_certificate_prices_transfers_between_stages_as_the_planner(name: str) -> None:
     profile = PROFILES[name]
     for mesh, size in itertools.product(MESHES, BYTES):
         axis = mesh.names[0]
@@ -90,7 +90,7 @@ def test_stages_send_in_the_time_that_the_planner_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("subject", ["dropout", "vocabulary", "attention", "images"])
-def test_ops_take_what_the_planner_says(subject: str) -> None:
+def test_the_certificate_prices_ops_as_the_planner(subject: str) -> None:
     trace, kinds = SUBJECTS[subject].trace, set[str]()
     for node in trace.graph.nodes:
         if node.op != "call_function":

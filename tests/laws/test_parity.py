@@ -41,7 +41,7 @@ def planned(
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_the_planners_plan_equals_the_plain_model(model: str, mesh: str) -> None:
+def test_the_plan_of_the_planner_matches_the_plain_model(model: str, mesh: str) -> None:
     made, found = planned(model, mesh, load_profile("cpu-gloo-frictionless"))
     assert found.max_error <= found.tolerance <= 2e-6  # type: ignore[attr-defined]
     assert found.num_collectives > 20  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def test_the_planners_plan_equals_the_plain_model(model: str, mesh: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_plan_for_a_tight_budget_equals_the_plain_model_and_keeps_to_the_budget(
+def test_a_plan_for_a_small_budget_matches_the_plain_model_and_fits(
     model: str,
 ) -> None:
     profile = HardwareProfile.load("cpu-gloo")

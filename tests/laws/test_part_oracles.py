@@ -1,5 +1,5 @@
-"""The least of a part of a problem, whose ops cost something further, against every choice that
-there is."""
+"""The minimum of a part of a problem with additional costs of ops, compared with enumeration of all
+choices."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def optimum(seed: int, mesh: tuple[int, ...] = LINE) -> float:
 
 @pytest.mark.parametrize("mesh", [LINE, SQUARE], ids=["line", "square"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_least_is_below_every_choice_and_reaches_what_is_true(
+def test_the_minimum_of_a_part_is_a_lower_bound_and_is_attained(
     seed: int, mesh: tuple[int, ...]
 ) -> None:
     part = part_of(seed, mesh)
@@ -90,13 +90,13 @@ def test_the_least_is_below_every_choice_and_reaches_what_is_true(
 
 
 @pytest.mark.slow
-def test_most_of_the_parts_can_be_chosen() -> None:
+def test_most_parts_are_feasible() -> None:
     assert all(optimum(seed) < math.inf for seed in SEEDS)
     assert sum(optimum(seed, SQUARE) < math.inf for seed in SEEDS) >= len(SEEDS) // 2
 
 
 @pytest.mark.slow
-def test_a_search_that_is_cut_short_still_says_no_more_than_is_true() -> None:
+def test_a_search_that_ends_early_gives_a_valid_bound() -> None:
     for seed in SEEDS:
         part, best = part_of(seed, SQUARE), optimum(seed, SQUARE)
         assert best == math.inf or least_of(part, 2 * abs(best) + 1, 1)[0] <= best + 1e-9 * abs(
@@ -120,7 +120,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_part_that_leaves_something_out_has_another_least(name: str) -> None:
+def test_a_part_with_omitted_costs_has_another_minimum(name: str) -> None:
     differs = 0
     for seed in SEEDS:
         part, best = part_of(seed), optimum(seed)
@@ -130,7 +130,7 @@ def test_a_part_that_leaves_something_out_has_another_least(name: str) -> None:
     assert differs
 
 
-def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(
+def test_a_part_program_with_the_recompute_rules_of_the_problem_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(
     assert wrong
 
 
-def test_what_cannot_be_chosen_at_all_has_no_least() -> None:
+def test_an_infeasible_part_has_no_minimum() -> None:
     part = part_of(0)
     none: Problem = replace(
         part.problem, ops=(*part.problem.ops[:-1], replace(part.problem.ops[-1], strategies=()))

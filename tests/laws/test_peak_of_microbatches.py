@@ -77,7 +77,9 @@ def peaks(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[int,
 
 @pytest.mark.parametrize(("num", "outputs"), [(2, "loss"), (4, "full")])
 @pytest.mark.parametrize("kind", ["gpt2", "vit"])
-def test_the_predicted_peak_is_measured(kind: str, num: int, outputs: str) -> None:
+def test_the_predicted_peak_of_microbatches_equals_the_measured_peak(
+    kind: str, num: int, outputs: str
+) -> None:
     model, batch = getattr(zoo_small, kind)()
     predicted, measured = peaks(model, batch, num_microbatches=num, outputs=outputs)
     assert predicted == measured
@@ -85,7 +87,7 @@ def test_the_predicted_peak_is_measured(kind: str, num: int, outputs: str) -> No
 
 @pytest.mark.parametrize("num", [2, 8])
 @pytest.mark.parametrize("what", RETURNED)
-def test_outputs_of_all_microbatches_are_in_it(what: str, num: int) -> None:
+def test_the_peak_includes_the_outputs_of_all_microbatches(what: str, num: int) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(BATCH, 8), "y": torch.randn(BATCH)}
     predicted, measured = peaks(Returning(what), batch, num_microbatches=num, outputs="full")
@@ -95,7 +97,7 @@ def test_outputs_of_all_microbatches_are_in_it(what: str, num: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_so_under_a_precision() -> None:
+def test_the_predicted_peak_with_a_precision_equals_the_measured_peak() -> None:
     model, batch = zoo_small.vit()
     predicted, measured = peaks(model, batch, num_microbatches=4, outputs="full", precision="bf16")
     assert predicted == measured

@@ -78,7 +78,9 @@ def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(
         ("bert", {"stage": 3}),
     ],
 )
-def test_skips_more_stages_and_other_axes(name: str, axes: dict[str, int]) -> None:
+def test_skip_connections_more_stages_and_other_axes_match_the_plain_model(
+    name: str, axes: dict[str, int]
+) -> None:
     settings: dict[str, Any] = (
         {"num_hidden_layers": 4} if name != "unet2d" else {"multipliers": (1,)}
     )
@@ -89,7 +91,7 @@ def test_skips_more_stages_and_other_axes(name: str, axes: dict[str, int]) -> No
     assert autopar.verify(made.plan, model, batch).ok
 
 
-def test_one_stage_may_work_through_microbatches() -> None:
+def test_one_stage_may_run_several_microbatches() -> None:
     made, model, batch = planned(
         "llama", autopar.Mesh({"data": 2}), fsdp("data"), num_microbatches=4
     )
@@ -113,14 +115,14 @@ def llama() -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
     return planned("llama", MESH, pipeline("stage", microbatches=4), *EXPERT)
 
 
-def test_a_plan_is_read_back_as_it_was_written(llama: tuple[Planned, Any, Any]) -> None:
+def test_a_pipeline_plan_round_trips(llama: tuple[Planned, Any, Any]) -> None:
     plan = llama[0].plan
     assert Plan.loads(plan.dumps()) == plan
 
 
 # as it is where stages are alike (test_alike_stages), and without stages, which always runs
 @pytest.mark.slow
-def test_a_plan_is_the_same_each_time() -> None:
+def test_a_pipeline_plan_is_deterministic() -> None:
     one, other = (
         planned("llama", autopar.Mesh({"stage": 2, "data": 2}), pipeline("stage", microbatches=4))[
             0
@@ -130,7 +132,7 @@ def test_a_plan_is_the_same_each_time() -> None:
     assert one.dumps() == other.dumps()
 
 
-def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses_is_told(
+def test_the_timeline_and_parts_of_a_stage_add_up_to_its_prediction(
     llama: tuple[Planned, Any, Any],
 ) -> None:
     pipeline, program = llama[0].plan.pipeline, llama[0].program
@@ -149,7 +151,7 @@ def test_a_stage_s_time_line_and_parts_add_up_to_its_prediction_and_what_crosses
         assert [(c.node, c.layout) for c in told] == [(t.name, t.layout) for t in leaving]
 
 
-def test_the_step_is_that_of_the_schedule(llama: tuple[Planned, Any, Any]) -> None:
+def test_the_predicted_step_is_that_of_the_schedule(llama: tuple[Planned, Any, Any]) -> None:
     plan = llama[0].plan
     pipe = plan.pipeline
     assert pipe is not None
@@ -159,7 +161,7 @@ def test_the_step_is_that_of_the_schedule(llama: tuple[Planned, Any, Any]) -> No
     assert plan.prediction.peak_bytes == max(p.prediction.peak_bytes for p in pipe.stages)
 
 
-def test_neighbours_agree_on_what_crosses(llama: tuple[Planned, Any, Any]) -> None:
+def test_neighbouring_stages_agree_on_transferred_tensors(llama: tuple[Planned, Any, Any]) -> None:
     program = llama[0].program
     first, last = program.stages
     leaving = {t.name: (t.layout, t.shape, t.has_gradient) for t in first.outputs if t.crosses}
@@ -182,7 +184,7 @@ def test_a_plan_whose_stages_disagree_is_refused(llama: tuple[Planned, Any, Any]
         autopar.verify(swapped, model, batch)
 
 
-def test_a_wrong_count_of_the_batch_is_found(
+def test_a_wrong_count_of_the_batch_is_detected(
     llama: tuple[Planned, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autopar.program.program import Count
@@ -197,7 +199,7 @@ def test_a_wrong_count_of_the_batch_is_found(
 
 
 @pytest.mark.slow
-def test_cuts_by_name_and_what_refuses() -> None:
+def test_named_cuts_and_their_errors() -> None:
     mesh = autopar.Mesh({"stage": 2})
     made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]))[0]
     assert made.plan.pipeline is not None and made.plan.pipeline.modules == ("model.layers.1",)
@@ -229,7 +231,7 @@ class Sorted(nn.Module):
         return self.down(hidden).square().mean()
 
 
-def test_a_promise_that_was_needed_stands_in_the_plan() -> None:
+def test_a_needed_promise_of_independent_samples_is_recorded_in_the_plan() -> None:
     model, batch = Sorted(), (torch.randn(8, 8),)
     with pytest.raises(CoupledError, match="/sort/forward/0"):
         asked = (pipeline("stage", microbatches=2),)
@@ -248,7 +250,7 @@ def test_a_promise_that_was_needed_stands_in_the_plan() -> None:
     assert not any("promise" in line for line in plain.plan.proof.covers)
 
 
-def test_a_forced_layout_holds_in_the_stage_that_has_the_op() -> None:
+def test_a_forced_layout_applies_in_the_stage_of_the_op() -> None:
     mesh = autopar.Mesh({"stage": 2, "tensor": 2})
     force = layout("model.layers.*.mlp.up_proj", weight="S(0)")
     made = planned("llama", mesh, pipeline("stage", microbatches=4), force)[0]
@@ -268,7 +270,7 @@ def test_a_free_pipeline_is_never_slower_than_none() -> None:
 
 
 @pytest.mark.slow
-def test_megatron_names_the_whole_plan() -> None:
+def test_megatron_defines_the_whole_plan() -> None:
     force = autopar.constraints.megatron(
         pp=2, tp="tensor", dp="data", zero=3, recompute="full", microbatches=4
     )

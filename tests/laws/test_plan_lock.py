@@ -1,7 +1,7 @@
-"""Plans stay as they are: the hash of every plan of the small families and of the zoo.
+"""Plans do not change: the hash of every plan of the small families and of the zoo.
 
-A change that should not change any plan leaves these files as they are. A change that improves
-plans rewrites them (``pytest --update-golden -m slow tests/laws/test_plan_lock.py``), and its diff
+A change that must not change plans leaves these files unchanged. A change that improves plans
+rewrites them (``pytest --update-golden -m slow tests/laws/test_plan_lock.py``), and its diff
 shows which plans changed and by how much their simulated step did. The files hold for the pinned
 versions of ``constraints.txt``: another solver or another torch may settle ties in another way.
 """
@@ -27,7 +27,8 @@ Golden = Callable[[str, str], None]
 
 
 def locked(model: Any, batch: Any, ways: Iterable[str]) -> str:
-    """One line per way: the plan's hash and its simulated step, or the error's class."""
+    """Return one line per kind of plan: the hash and the simulated step, or the class of the
+    error."""
     lines = []
     for name in ways:
         try:
@@ -40,7 +41,7 @@ def locked(model: Any, batch: Any, ways: Iterable[str]) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plans_of_small_families_stay_as_they_are(family: str, golden: Golden) -> None:
+def test_plans_of_small_families_are_unchanged(family: str, golden: Golden) -> None:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model, batch = getattr(zoo_small, family)()
@@ -48,7 +49,7 @@ def test_plans_of_small_families_stay_as_they_are(family: str, golden: Golden) -
 
 
 @pytest.mark.parametrize("name", sorted(zoo.NAMES))
-def test_plans_of_the_zoo_stay_as_they_are(name: str, golden: Golden) -> None:
+def test_plans_of_the_zoo_are_unchanged(name: str, golden: Golden) -> None:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model, batch = zoo.build(name)

@@ -1,9 +1,7 @@
-"""The planner's plans differ for the right reason: each law changes one thing and says what must
-follow from it.
+"""Plans differ for the right reason: each test changes one thing and checks the consequence.
 
-Models are on meta; only what is verified has weights. Profiles are those that come with autopar, or
-one of them with a figure changed where a law needs the trade-off to fall on the other side.
-"""
+Models are on meta, except those that are verified. Profiles are those of autopar, or one of them
+with a changed figure if a test needs the opposite trade-off."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ from autopar.plans import Plan
 from autopar.rules import call_of
 
 H100 = HardwareProfile.load("h100-sxm")
-# Where each further collective costs a lot, gathering and scattering is dearer than one reduction:
-# weights rest whole.
+# If each further collective costs much, gather and scatter cost more than one reduction, and
+# weights are replicated.
 ALONE = replace(H100, overlap_slowdown=1.0, hash="alone")  # nothing runs beside compute
 SLUGGISH = replace(H100, launch_overhead_s=3e-5, hash="sluggish")
 MIB = 2**20
@@ -83,7 +81,7 @@ def plan(
 
 
 def forward_ops(p: Plan) -> Mapping[str, Strategy]:
-    """Node pattern → strategy, in forward."""
+    """Return node pattern → strategy, in forward."""
     return {
         n.node: n.strategy
         for e in p.entries
@@ -93,7 +91,7 @@ def forward_ops(p: Plan) -> Mapping[str, Strategy]:
 
 
 def matmuls(p: Plan) -> Mapping[str, Strategy]:
-    """Module pattern → (activation, weight) → result, in forward."""
+    """Return module pattern → (activation, weight) → result, in forward."""
     return {node.partition("/")[0]: s for node, s in forward_ops(p).items() if "/dot/" in node}
 
 
@@ -106,13 +104,13 @@ def recomputed(p: Plan) -> list[str]:
 
 
 def shards(layout: Layout) -> set[int]:
-    """The dims that are split."""
+    """Return the sharded dims."""
     return {placement.dim for placement in layout.placements if isinstance(placement, Shard)}
 
 
 def bytes_on(p: Plan, axis: int) -> int:
-    """Bytes that a step puts on an axis: of every collective the larger of one rank's input and
-    output."""
+    """Return the bytes that a step sends over an axis: for every collective, the larger of the
+    input and the output of one rank."""
     size = p.mesh.shape[axis]
     moves = [
         c for c in p.communications if c.collective.axis == axis and c.collective.kind != "slice"
@@ -123,7 +121,7 @@ def bytes_on(p: Plan, axis: int) -> int:
 
 
 def gathered(p: Plan, phase: str) -> int:
-    """How many parameters are gathered in a phase."""
+    """Return how many parameters are gathered in a phase."""
     moves = [c for c in p.communications if c.node.endswith("/parameter") and c.phase == phase]
     return sum(len(c.instances) for c in moves if c.collective.kind == "all_gather")
 
@@ -166,9 +164,7 @@ def test_a_large_batch_through_narrow_layers_is_data_parallel() -> None:
 # Memory
 
 
-def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are_recomputed() -> (
-    None
-):
+def test_with_less_memory_parameters_are_sharded_and_then_values_are_recomputed() -> None:
     trace, mesh = traced(1024, 4096, 16384, 6), Mesh(8)
     ample = plan(trace, mesh, SLUGGISH)
     little = plan(trace, mesh, SLUGGISH, 310 * MIB)
@@ -186,7 +182,7 @@ def test_with_less_memory_parameters_rest_sharded_and_with_less_still_values_are
     assert ample.prediction.step_s <= little.prediction.step_s < least.prediction.step_s
 
 
-def test_with_too_little_memory_for_anything_planning_is_refused() -> None:
+def test_too_little_memory_for_any_plan_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="no plan"):
         plan(traced(1024, 4096, 16384, 6), Mesh(8), memory_bytes=40 * MIB)
 
@@ -210,8 +206,8 @@ def test_more_memory_never_makes_a_plan_slower() -> None:
 
 
 def with_link(profile: HardwareProfile, link: str, factor: float) -> HardwareProfile:
-    """The profile with a link of `factor` times the bandwidth, by formula alone (measured points
-    would stay as they are)."""
+    """Return the profile with a link of `factor` times the bandwidth, without measured points,
+    which would not change."""
     links = {name: replace(found, curves={}) for name, found in profile.links.items()}
     links[link] = replace(
         links[link], bandwidth_bytes_per_s=links[link].bandwidth_bytes_per_s * factor
@@ -220,7 +216,7 @@ def with_link(profile: HardwareProfile, link: str, factor: float) -> HardwarePro
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])
-def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(slow: str) -> None:
+def test_a_slow_axis_carries_fewer_bytes_than_a_fast_one(slow: str) -> None:
     other = "b" if slow == "a" else "a"
     trace, axes = (
         traced(2048, 8192, 32768),
@@ -260,7 +256,7 @@ def test_a_faster_link_never_makes_a_plan_slower(
 TWO_AXES = "S(1) S(0)"
 
 
-def test_two_fast_axes_and_a_small_batch_make_two_dimensional_tensor_parallelism() -> None:
+def test_two_fast_axes_and_a_small_batch_give_2d_tensor_parallelism() -> None:
     p = plan(traced(4096, 4096, 512), Mesh({"a": 4, "b": 4}, links={"a": "intra", "b": "intra"}))
     assert str(matmuls(p)["layers.{0}.up"].inputs[1]) == TWO_AXES
     assert gathered(p, "forward") == gathered(p, "backward") == 0
@@ -269,7 +265,7 @@ def test_two_fast_axes_and_a_small_batch_make_two_dimensional_tensor_parallelism
 @pytest.mark.parametrize(
     "weight", [TWO_AXES, "S(0) S(1)", "S(0) S(0)", "S(1) S(1)", "S(0)#1 S(0)#0"]
 )
-def test_a_weight_forced_onto_two_axes_computes_the_model(weight: str) -> None:
+def test_a_weight_forced_onto_two_axes_matches_the_model(weight: str) -> None:
     torch.manual_seed(0)
     model, batch = Mlp(8, 16, 2), {"x": torch.randn(8, 8)}
     forced = autopar.constraints.layout("layers.*.up", weight=weight)
@@ -285,7 +281,7 @@ def test_a_weight_forced_onto_two_axes_computes_the_model(weight: str) -> None:
 
 
 @pytest.mark.slow
-def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_heads() -> None:
+def test_with_one_sample_norms_are_sharded_over_the_sequence_and_attention_over_heads() -> None:
     p = plan(llama(1, 4096, 2, 1024, 4096, 16), Mesh(4), ALONE)
     ops = forward_ops(p)
     for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -309,7 +305,7 @@ def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_he
 # Communication beside compute
 
 
-def test_where_compute_hides_it_more_is_communicated_and_the_step_is_shorter() -> None:
+def test_with_overlap_more_is_communicated_and_the_step_is_shorter() -> None:
     """With one sample, weights are gathered rather than activations, which ops wait for."""
     trace, mesh = llama(1, 4096, 2, 1024, 4096, 16), Mesh(4)
     alone, beside = plan(trace, mesh, ALONE), plan(trace, mesh)
@@ -346,7 +342,7 @@ class Volume(nn.Module):
         return nn.functional.cross_entropy(self.body(volume), target)
 
 
-def test_one_volume_is_split_over_space_with_halos_and_a_batch_is_not() -> None:
+def test_one_volume_is_sharded_over_space_with_halos_and_a_batch_is_not() -> None:
     for batch in (1, 4):
         with torch.device("meta"):
             data = {
@@ -367,7 +363,7 @@ def test_one_volume_is_split_over_space_with_halos_and_a_batch_is_not() -> None:
 
 
 @pytest.mark.slow
-def test_recomputation_on_one_device_is_as_good_as_what_was_measured_of_others() -> None:
+def test_recompute_on_one_device_is_as_good_as_the_measured_alternatives() -> None:
     """Llama of 12 layers, four samples of 512 tokens, in fp32. The best other methods, measured on
     this model (bytes per sample live at the peak without parameters and gradients, MiB; further
     FLOPs): 189.4, none, by keeping matmuls and attention; 142.1, 9.2 % and 136.8, 9.2 %, by torch's

@@ -168,7 +168,7 @@ CASES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in FA
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_of_planted_prices_is_refused_by_check(name: str, monkeypatch: Patch) -> None:
+def test_a_plan_with_planted_prices_is_refused_by_check(name: str, monkeypatch: Patch) -> None:
     fault = FAULTS[name]
     subject = SUBJECTS[fault.subject]
     certified(fault.subject)

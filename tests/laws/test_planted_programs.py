@@ -252,5 +252,7 @@ FAULTS = {**MEMORY, **NUMBERS, **COLLECTIVES, **BUCKETS, **KERNELS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_of_emission_is_refused_by_validation(
+    name: str, monkeypatch: Patch
+) -> None:
     refused_by_validation(FAULTS[name], monkeypatch)

@@ -162,7 +162,9 @@ JUDGED = {**ORDER, **DRAWS, **CALLS}
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_at_run_time_is_refused_by_validation(
+    name: str, monkeypatch: Patch
+) -> None:
     refused_by_validation(JUDGED[name], monkeypatch)
 
 
@@ -214,7 +216,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_planted_fault_is_found_by_verify(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_at_run_time_is_detected_by_verify(name: str, monkeypatch: Patch) -> None:
     fault = RUNS[name]
     subject = SUBJECTS[fault.subject]
     sound(fault.subject)

@@ -210,5 +210,5 @@ FAULTS = {**DRAWS, **TIME, **STAGES, **BORDERS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_of_a_step_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
     refused_by_validation(FAULTS[name], monkeypatch)

@@ -304,7 +304,9 @@ FAULTS = {**INTERLEAVED, **ONE_STAGE_A_RANK, **EXPERTS, **HOSTS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_of_a_transfer_is_refused_by_validation(
+    name: str, monkeypatch: Patch
+) -> None:
     refused_by_validation(FAULTS[name], monkeypatch)
 
 
@@ -360,7 +362,7 @@ RUNS: dict[str, Callable[[Patch], Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_planted_fault_is_found_by_verify(name: str, monkeypatch: Patch) -> None:
+def test_a_planted_fault_of_a_transfer_is_detected_by_verify(name: str, monkeypatch: Patch) -> None:
     subject = SUBJECTS["dispatched"]
     sound("dispatched")
     with monkeypatch.context() as patch:

@@ -1,5 +1,5 @@
-"""Dropout and every other draw: the same numbers under every layout, mesh and recomputation, and
-in the plain model."""
+"""Dropout and other random draws give the same numbers under every layout, mesh and recompute,
+and in the plain model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def noisy() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mesh", ["2", "4", "a=2,b=2", "8"])
-def test_every_kind_of_draw_is_the_plain_models_under_random_layouts(mesh: str) -> None:
+def test_every_kind_of_draw_matches_the_plain_model_under_random_layouts(mesh: str) -> None:
     model, batch = noisy()
     ready = prepare(model, batch, Mesh.parse(mesh), PROFILE)
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_every_kind_of_draw_is_the_plain_models_under_random_layouts(mesh: str) 
         pytest.param("vit", marks=pytest.mark.slow),
     ],
 )
-def test_models_with_dropout_compute_what_the_plain_model_computes_with_the_same_numbers(
+def test_models_with_dropout_match_the_plain_model_with_the_same_random_numbers(
     name: str,
 ) -> None:
     model, batch = build(name, dropout=0.1)
@@ -85,7 +85,7 @@ def test_models_with_dropout_compute_what_the_plain_model_computes_with_the_same
     assert verify_program(ready.trace, program, model, (), batch).ok
 
 
-def test_each_step_draws_anew_and_a_seed_begins_again() -> None:
+def test_each_step_draws_new_numbers_and_a_seed_restarts_the_sequence() -> None:
     model, batch = noisy()
     pm = autopar.compile(model, 1, example_inputs=batch)
     pm.manual_seed(5)
@@ -101,7 +101,7 @@ def test_each_step_draws_anew_and_a_seed_begins_again() -> None:
     assert random.STATE not in pm.state_dict()
 
 
-def test_a_model_that_draws_nothing_has_no_state_but_the_one_that_is_set() -> None:
+def test_a_model_without_draws_has_only_the_random_state_that_is_set() -> None:
     pm = autopar.compile(
         nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.LayerNorm(16), Mean()),
         1,
@@ -118,7 +118,7 @@ class Mean(nn.Module):
 
 
 @pytest.mark.slow
-def test_equal_layers_draw_different_numbers_and_take_one_decision() -> None:
+def test_equal_layers_draw_different_numbers_with_one_decision() -> None:
     model, batch = build("gpt2", dropout=0.1)
     trace = capture(model, (), batch)
     draws = [node.kwargs["draw"] for node in trace.graph.nodes if "draw" in node.kwargs]
@@ -128,7 +128,7 @@ def test_equal_layers_draw_different_numbers_and_take_one_decision() -> None:
     assert {len(entry.instances) for entry in masks} == {1, 2}
 
 
-def test_lockstep_on_any_mesh_is_the_traced_graph_number_for_number() -> None:
+def test_lockstep_draws_on_any_mesh_equal_those_of_the_traced_graph() -> None:
     model, batch = noisy()
     tensors = {**dict(model.named_parameters()), random.STATE: random.initial_state(9)}
     results = []
@@ -152,7 +152,7 @@ class Unknown(nn.Module):
         return self.up(x).sum() * torch.poisson(torch.ones(4)).sum()
 
 
-def test_a_draw_without_a_counterpart_is_refused_with_its_line() -> None:
+def test_an_unsupported_draw_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match="poisson") as refusal:
         capture(Unknown(), (torch.ones(2, 4),))
     assert "torch.poisson(torch.ones(4))" in str(refusal.value)

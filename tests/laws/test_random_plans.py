@@ -1,5 +1,5 @@
-"""Any legal plan, not only the planner's: what is priced is emitted and runs, a plan is its file,
-and it computes the model.
+"""Any legal plan, not only those of the planner, satisfies the laws: priced = emitted = run, a plan
+round-trips through its file, and it matches the model.
 
 Random legal plans (`benchmarks.random_plans`) use layouts, redistributions and recomputations that
 the planner avoids.
@@ -55,7 +55,7 @@ def kinds(steps: Iterable[tuple[str, Collective, int]]) -> Kinds:
 
 
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
-def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -> None:
+def test_a_random_legal_plan_satisfies_every_law(model: str, mesh: str, seed: int) -> None:
     ready, plain, batch = prepared(model, mesh)
     plan, program = random_plan(ready, seed)
     assert program.stages[0].collectives
@@ -111,7 +111,7 @@ def test_random_plans_recompute_and_differ() -> None:
 
 
 @pytest.mark.slow
-def test_what_backward_runs_again_may_be_laid_out_otherwise_than_in_forward() -> None:
+def test_recomputed_values_may_have_another_layout_than_in_forward() -> None:
     ready, plain, batch = prepared("tiny-vit", "4")
     plan, program = random_plan(ready, 30, recompute_share=1.0, recompute_otherwise=True)
     assert any(entry.recompute and entry.recompute != entry.nodes for entry in plan.entries)

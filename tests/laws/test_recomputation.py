@@ -1,5 +1,5 @@
-"""Recomputation by name: what is kept, what runs again and what it moves are those of the paper,
-numbers are right.
+"""Named recompute policies: kept values, recomputed ops and communication are those of the paper,
+and results match the model.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -80,7 +80,7 @@ def is_in_layer(key: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_recomputation_keeps_of_a_layer_what_it_hands_on_and_runs_all_else_again(
+def test_full_recompute_keeps_only_the_output_of_each_layer(
     kind: str,
 ) -> None:
     """b·s·h elements a layer (section 5: 2·s·b·h bytes in 16 bits)."""
@@ -92,7 +92,7 @@ def test_full_recomputation_keeps_of_a_layer_what_it_hands_on_and_runs_all_else_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_recomputation_reduces_once_more_for_a_layer(kind: str) -> None:
+def test_full_recompute_has_one_more_reduction_per_layer(kind: str) -> None:
     """Attention's all-reduce; the MLP's makes what the layer hands on, which is kept."""
     moved = {}
     for recompute in ("none", "full", "selective"):
@@ -105,7 +105,7 @@ def test_full_recomputation_reduces_once_more_for_a_layer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_selective_recomputation_runs_what_is_around_the_softmax_again_and_nothing_else(
+def test_selective_recompute_repeats_only_the_ops_around_the_softmax(
     kind: str,
 ) -> None:
     of = {key: node.target for key, node in nodes(kind).items()}
@@ -137,7 +137,7 @@ def test_selective_recomputation_runs_what_is_around_the_softmax_again_and_nothi
     )
 
 
-def test_without_recomputation_a_budget_that_needs_it_is_refused() -> None:
+def test_a_budget_that_needs_recompute_is_refused_without_it() -> None:
     assert not again("llama", "none")
     budget = int(planned("llama", "none").plan.prediction.peak_bytes * 0.93)
     assert planned("llama", None, budget).plan.recomputed_choices()
@@ -147,12 +147,12 @@ def test_without_recomputation_a_budget_that_needs_it_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_what_runs_again_computes_what_the_model_does(kind: str, recompute: Recompute) -> None:
+def test_plans_with_named_recompute_match_the_model(kind: str, recompute: Recompute) -> None:
     trace, model, batch = traced(kind)
     assert verify_program(trace, planned(kind, recompute).program, model, (), batch).ok
 
 
-def test_a_model_without_attention_has_nothing_to_recompute_selectively() -> None:
+def test_selective_recompute_without_attention_is_refused() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,5 +1,5 @@
-"""A rehearsal, which adds up what each kind of call does to memory, finds what a run of every
-call on fake tensors finds."""
+"""A rehearsal, which adds up the memory effects of each kind of call, agrees with a run of every
+call on fake tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mesh", "seed"), CASES)
-def test_steps_of_random_plans(
+def test_a_rehearsal_of_random_plans_agrees_with_a_run(
     kind: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = getattr(zoo_small, kind)()
@@ -83,7 +83,9 @@ def test_steps_of_random_plans(
 
 
 @pytest.mark.slow
-def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_of_stages_over_microbatches_agrees_with_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = zoo_small.gpt2()
     force = (megatron(pp="stage", dp=2, zero=1, microbatches=2),)
     _, planned = plan_model(
@@ -107,7 +109,9 @@ def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [trace_stage_peak(*case) for case in cases]  # type: ignore[arg-type]
 
 
-def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_includes_the_temporaries_of_a_loss_by_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = zoo_small.llama()
     _, planned = plan_model(
         model, 2, example_inputs=batch, hardware="cpu-gloo", outputs="loss", loss_rows=3
@@ -119,7 +123,7 @@ def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_runs_equal_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(abstract_executor, "_effects", {})
     kept = abstract_executor.tried_out
@@ -140,7 +144,7 @@ def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert numbers[0] == numbers[1] > 50
 
 
-def test_a_wrong_effect_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_memory_effect_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
     model, batch = zoo_small.gpt2()
     ready = prepare(model, batch, Mesh.parse("2"), HardwareProfile.load("cpu-gloo"))

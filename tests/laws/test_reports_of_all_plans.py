@@ -1,4 +1,4 @@
-"""`explain`, `report` and `diff` take every plan, and what they tell adds up to the plan's numbers.
+"""`explain`, `report` and `diff` accept every plan, and their figures add up to those of the plan.
 
 By day a few plans of one small model; by night each family of the tests in every way in which it
 can be planned, each model of the zoo in a few, and models of other libraries where these are there.
@@ -67,7 +67,9 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(_cases()))
-def test_what_is_told_of_a_plan_adds_up_to_it(kind: str, name: str, tmp_path: Path) -> None:
+def test_the_explanation_of_a_plan_adds_up_to_its_prediction(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     plan = plan_or_skip(kind, name)
     assert not faults_of(plan, built(kind)[0], tmp_path)
     assert not differences_of(plan, plan)
@@ -86,7 +88,7 @@ def _pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "first", "second"), list(_pairs()))
-def test_what_is_told_of_two_plans_is_their_whole_difference(
+def test_the_diff_of_two_plans_is_their_complete_difference(
     kind: str, first: str, second: str
 ) -> None:
     one, other = plan_or_skip(kind, first), plan_or_skip(kind, second)
@@ -97,7 +99,7 @@ def test_what_is_told_of_two_plans_is_their_whole_difference(
 
 
 @pytest.mark.parametrize("name", [n for _, n in FAST])
-def test_the_command_line_tells_what_the_functions_do(name: str, tmp_path: Path) -> None:
+def test_the_command_line_prints_the_results_of_the_functions(name: str, tmp_path: Path) -> None:
     files = [tmp_path / f"{way}.json" for way in (name, "free")]
     for file, way in zip(files, (name, "free"), strict=True):
         planned("gpt2", way).save(file)
@@ -116,6 +118,6 @@ def test_the_command_line_tells_what_the_functions_do(name: str, tmp_path: Path)
     assert module in page.read_text(encoding="utf-8")
 
 
-def test_a_refused_plan_is_refused_in_words() -> None:
+def test_an_impossible_plan_is_refused_with_an_autopar_error() -> None:
     with pytest.raises(AutoparError, match="cannot hold"):
         planned("gpt2", "fsdp of three")

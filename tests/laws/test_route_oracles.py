@@ -69,7 +69,7 @@ def needed(p: Problem) -> int:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_under_every_budget_the_best_set_of_regions_is_there(seed: int) -> None:
+def test_the_best_set_of_route_regions_is_chosen_under_every_budget(seed: int) -> None:
     base = needed(routed(seed))
     seen = set()
     for budget in (base, base + SIZES[0], base + SIZES[1], base + sum(SIZES), AMPLE):
@@ -85,7 +85,7 @@ def test_under_every_budget_the_best_set_of_regions_is_there(seed: int) -> None:
     assert len(seen) > 1
 
 
-def test_what_a_route_saves_it_saves_of_every_instance_each_time_it_runs() -> None:
+def test_a_route_saves_time_for_every_instance_and_every_run() -> None:
     for seed in SEEDS:
         p = routed(seed)
         found = solve(p, gap=0.0)
@@ -100,7 +100,7 @@ def test_what_a_route_saves_it_saves_of_every_instance_each_time_it_runs() -> No
         assert e.objective_s == pytest.approx(bare.objective_s - e.saved_s)
 
 
-def test_where_compute_waits_for_communication_anyway_a_route_may_save_nothing() -> None:
+def test_a_route_may_save_nothing_if_compute_waits_for_communication() -> None:
     for seed in SEEDS:
         p = routed(seed, slowdown=0.2)
         found = solve(p, gap=0.0)
@@ -108,7 +108,7 @@ def test_where_compute_waits_for_communication_anyway_a_route_may_save_nothing()
         assert evaluate_choices(p, found).objective_s <= plain.objective_s * (1 + 1e-12)
 
 
-def test_cbc_finds_the_same() -> None:
+def test_cbc_finds_the_same_optimum_with_routes() -> None:
     for seed in (0, 1):
         p = routed(seed, needed(routed(seed)) + SIZES[0])
         assert solve(p, gap=0.0, solver="cbc").objective_s == pytest.approx(
@@ -124,7 +124,7 @@ def test_cbc_finds_the_same() -> None:
     share=st.sampled_from((0.0, 0.1, 1.0)),
     shift=st.sampled_from((0.0, 0.3)),
 )
-def test_whatever_the_multipliers_are_what_they_prove_with_the_best_routes_holds(
+def test_the_bound_with_routes_is_valid_for_any_multipliers(
     seed: int, noise: int, size: float, share: float, shift: float
 ) -> None:
     p = routed(seed)

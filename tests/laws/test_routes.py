@@ -1,5 +1,5 @@
-"""Experts' rows that go between peers, as the planner's choice: where that pays, what is said of
-it, and that nothing else is believed."""
+"""Routes of expert rows between peers as a choice of the planner: when they pay off, their
+description, and that changed plans are refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def routed(plan: Plan) -> list[Communication]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute_what_the_model_does(  # noqa: E501
+def test_rows_take_routes_if_the_profile_has_figures_and_results_match_the_model(
     place: str,
 ) -> None:
     plan, (model, batch, trace) = planned(place), built()
@@ -89,7 +89,7 @@ def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_microbatches_take_the_routes_as_well(place: str) -> None:
+def test_microbatches_use_routes(place: str) -> None:
     (mesh, beside), (model, batch, _) = PLACES[place], built()
     batch = {name: torch.cat((x, x)) for name, x in batch.items()}
     asked = (expert_parallel("expert", tokens="dispatched"), *beside)
@@ -109,7 +109,7 @@ def test_microbatches_take_the_routes_as_well(place: str) -> None:
     assert found.ok, str(found)
 
 
-def test_without_a_figure_rows_go_by_all_to_alls_and_the_step_takes_longer() -> None:
+def test_without_route_figures_rows_use_all_to_alls_and_the_step_is_longer() -> None:
     plain = planned(share=None)
     steps = [
         n
@@ -131,7 +131,7 @@ def test_a_route_that_is_slower_than_an_all_to_all_is_not_taken() -> None:
     assert {c.why for c in own(slow)} == {TOO_LITTLE}
 
 
-def test_between_more_ranks_than_the_kernels_know_there_is_no_route(
+def test_there_is_no_route_between_more_ranks_than_the_kernels_support(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = planned()
@@ -157,7 +157,7 @@ def test_between_nodes_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "ranks along 'expert' cannot access each other's memory" in str(found)
 
 
-def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None:
+def test_with_less_memory_fewer_routes_fit_and_the_plan_says_so() -> None:
     free, plain = planned(), planned(share=None)
     some, none = (
         planned(budget=free.prediction.peak_bytes - 1),
@@ -179,7 +179,7 @@ def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None
         assert certify(built()[2], plan, profile()).ok and autopar.verify(plan, *built()[:2]).ok
 
 
-def test_what_routes_save_is_the_passes_less_what_their_links_lose() -> None:
+def test_the_savings_of_routes_are_the_saved_passes_minus_the_loss_of_bandwidth() -> None:
     """At 0.8 of an all-to-all's bandwidth each loses a quarter of its time."""
     plans = {share: [c for c in routed(planned(share=share)) if c.kernel] for share in (1.0, 0.8)}
     both = {
@@ -195,7 +195,7 @@ def test_what_routes_save_is_the_passes_less_what_their_links_lose() -> None:
         assert c.kernel.saved_s == pytest.approx(passes) or c.kernel.saved_s == 0.0
 
 
-def test_the_plan_on_a_profile_without_the_figure_saves_nothing() -> None:
+def test_a_plan_with_routes_saves_nothing_on_a_profile_without_route_figures() -> None:
     model, batch, _ = built()
     plan = planned()
     with_s, without_s = (
@@ -205,7 +205,7 @@ def test_the_plan_on_a_profile_without_the_figure_saves_nothing() -> None:
     assert without_s - with_s == pytest.approx(plan.prediction.in_kernels_s, rel=1e-6)
 
 
-def test_explain_says_so() -> None:
+def test_explain_describes_routes() -> None:
     said = str(autopar.explain(planned()))
     assert "moe_dispatch" in said and "moe_combine" in said
     assert "share of an all-to-all's bandwidth: moe_route 1" in " ".join(planned().proof.covers)
@@ -266,7 +266,7 @@ STAGES: dict[int, dict[str, Any]] = {1: {}, 2: {"schedule": "interleaved_1f1b", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", STAGES)
-def test_in_stages_ranks_share_once_what_their_stages_routes_share(chunks: int) -> None:
+def test_the_stages_of_a_rank_share_the_memory_of_their_routes(chunks: int) -> None:
     model, batch = zoo_small.mixtral(num_layers=2 * chunks)
     asked = (
         expert_parallel("expert", tokens="dispatched"),
@@ -285,7 +285,7 @@ def test_in_stages_ranks_share_once_what_their_stages_routes_share(chunks: int) 
     assert found.ok, str(found)
 
 
-def test_what_a_runner_up_would_cost_counts_the_route_of_what_was_chosen() -> None:
+def test_the_cost_of_a_runner_up_includes_the_route_of_the_chosen_strategy() -> None:
     """Without it, others would seem to be faster than the plan."""
     plan = make_plan(built()[2], LINE, profile(), PlanOptions(gap=0.0)).plan
     sending = {c.node for c in routed(plan)}

@@ -26,7 +26,7 @@ PRICED = (ops.rms_norm, ops.rms_product, ops.rms_norm_backward, ops.rms_weight_g
 @pytest.mark.parametrize(
     "options", [{}, {"loss_rows": 8, "outputs": "loss"}], ids=["logits", "by rows"]
 )
-def test_what_has_a_kernel_calls_it_on_a_gpu_alone(options: dict[str, object]) -> None:
+def test_ops_with_a_row_kernel_call_it_only_on_a_gpu(options: dict[str, object]) -> None:
     model, batch = zoo_small.llama(num_layers=2, dtype=torch.float32)
     _, planned = plan_model(model, Mesh(2), example_inputs=batch, hardware="h100-sxm", **options)  # type: ignore[arg-type]
     program, groups = planned.program, fake_groups(Mesh(2))
@@ -47,7 +47,7 @@ def test_what_has_a_kernel_calls_it_on_a_gpu_alone(options: dict[str, object]) -
 
 
 @pytest.mark.parametrize("target", PRICED)
-def test_a_kernel_reads_and_writes_once_where_one_takes_the_dtypes(target: object) -> None:
+def test_a_row_kernel_is_priced_with_one_read_and_one_write_for_its_dtypes(target: object) -> None:
     half, wide = torch.bfloat16, torch.float32
     x, row, weight = TensorInfo((64, 32), half), TensorInfo((64,), wide), TensorInfo((32,), half)
     args, inputs, output, passes = {
@@ -82,6 +82,6 @@ def test_a_kernel_reads_and_writes_once_where_one_takes_the_dtypes(target: objec
     assert moved(mixed, by_kernels=True) == moved(mixed, by_kernels=False)
 
 
-def test_profiles_of_gpus_price_them() -> None:
+def test_gpu_profiles_price_row_kernels() -> None:
     found = {name: HardwareProfile.load(name).has_row_kernels for name in HardwareProfile.names()}
     assert {name for name, has in found.items() if not has} == {"cpu-gloo"}

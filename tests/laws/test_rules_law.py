@@ -1,5 +1,5 @@
-"""Every row of the rules' table obeys the law: split → run → join equals run; and the law
-catches wrong rules."""
+"""Every row of the rule table satisfies the law: split → run → join equals run. The law detects
+wrong rules."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LISTED = [
 @pytest.mark.parametrize(("target", "case"), LISTED, ids=lambda v: op_name(v) if v in CASES else "")
 @settings(max_examples=6)
 @given(s=sizes(), mesh_shape=st.sampled_from([(2,), (3,), (2, 2)]))
-def test_every_strategy_of_every_row_reproduces_the_whole_op(
+def test_every_strategy_of_every_row_matches_the_unsharded_op(
     target: Any, case: Case, s: Any, mesh_shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ WRONG: Mapping[str, Wrong] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_law_catches(name: str) -> None:
+def test_the_law_detects_wrong_strategies(name: str) -> None:
     target, case, inputs, outputs = WRONG[name]
     torch.manual_seed(0)
     call, tensors = made(target, case(FOUR))
@@ -218,7 +218,7 @@ def in_bounds(
 @pytest.mark.parametrize(
     "target", sorted((t for t in localization.LOCALIZERS if CASES[t]), key=op_name), ids=op_name
 )
-def test_the_law_catches_arguments_that_stay_global(
+def test_the_law_detects_arguments_that_are_not_localized(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every localizer is needed by some case."""
@@ -234,7 +234,7 @@ def test_the_law_catches_arguments_that_stay_global(
                 check_strategies(call, tensors, (2,))
 
 
-def test_the_law_catches_axes_that_split_one_dim_in_different_orders() -> None:
+def test_the_law_detects_axes_that_split_one_dim_in_different_orders() -> None:
     call, tensors = made(aten.neg.default, on(real(8)))
     layout = Layout((S0, S0))
     check_strategy(call, tensors, Strategy((layout,), (layout,)), (2, 2))

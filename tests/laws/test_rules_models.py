@@ -55,7 +55,7 @@ def test_no_node_falls_back_to_replication(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_node_with_operands_that_can_be_split_has_a_choice(name: str) -> None:
+def test_every_node_with_divisible_operands_has_several_strategies(name: str) -> None:
     trace, _ = traced(name)
     for node, call in calls(trace):
         if any(math.prod(info.shape) % 4 == 0 for info in call.inputs):
@@ -64,7 +64,9 @@ def test_every_node_with_operands_that_can_be_split_has_a_choice(name: str) -> N
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_every_strategy_of_every_node_reproduces_it(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_every_strategy_of_every_node_matches_the_unsharded_node(
+    name: str, mesh_shape: tuple[int, ...]
+) -> None:
     trace, values = traced(name)
     seen = set()
     for node, call in calls(trace):
@@ -78,7 +80,7 @@ def test_every_strategy_of_every_node_reproduces_it(name: str, mesh_shape: tuple
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_strategies_fit_on_three_axes(name: str) -> None:
+def test_strategies_on_three_axes_fit_their_operands(name: str) -> None:
     trace, _ = traced(name)
     mesh_shape = (2, 2, 2)
     for _, call in calls(trace):

@@ -1,5 +1,6 @@
-"""Sequence parallelism beside 1D tensor parallelism: what lies outside of chains of linears is
-split along the sequence, what moves is what Megatron's papers say, numbers are the model's."""
+"""Sequence parallelism with 1D tensor parallelism: ops outside of chains of linear layers are
+sharded along the sequence, the communication is that of the Megatron papers, and results match
+the model."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("kind", "way"), PAIRS)
-def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way: str) -> None:
+def test_sequence_parallel_plans_match_the_model_and_are_certified(kind: str, way: str) -> None:
     made, model, batch = planned(kind, way)
     plan = Plan.loads(made.plan.dumps())
     assert autopar.verify(plan, model, batch).ok
@@ -102,14 +103,14 @@ def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_three_devices_split_a_sequence_that_they_divide(kind: str) -> None:
+def test_three_devices_shard_a_divisible_sequence(kind: str) -> None:
     made, model, batch = planned(kind, "three devices")
     assert S % 3 == 0
     assert autopar.verify(made.plan, model, batch).ok
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_each_all_reduce_is_an_all_gather_and_a_reduce_scatter(kind: str) -> None:
+def test_each_all_reduce_becomes_an_all_gather_and_a_reduce_scatter(kind: str) -> None:
     """Per layer two of each in forward; in backward two reduce-scatters, and the gathers of two
     gradients; with those of the embedding and the head one more (Korthikanti et al., 2022, section
     4.2.2). Nothing as large as the stream is all-reduced."""
@@ -146,7 +147,9 @@ def sent(plan: Plan, phase: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
-def test_norms_and_the_residual_stream_are_split_and_chains_are_not(kind: str) -> None:
+def test_norms_and_the_residual_stream_are_sharded_along_the_sequence_and_chains_are_not(
+    kind: str,
+) -> None:
     plan = planned(kind, "alone")[0].plan
     norms = [
         n
@@ -165,7 +168,7 @@ def test_norms_and_the_residual_stream_are_split_and_chains_are_not(kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_less_is_kept_than_without(kind: str) -> None:
+def test_sequence_parallelism_keeps_fewer_bytes(kind: str) -> None:
     plans = (
         plan_of(kind, constraints=(tensor_parallel(axes="tp", sequence=split),)).plan
         for split in (True, False)
@@ -174,7 +177,7 @@ def test_less_is_kept_than_without(kind: str) -> None:
     assert split < 0.9 * whole
 
 
-def test_a_model_without_a_sequence_is_refused() -> None:
+def test_sequence_parallelism_without_a_sequence_is_refused() -> None:
     with pytest.raises(ConstraintError, match="sequence"):
         autopar.plan(
             Chain(),
@@ -197,7 +200,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_gathers_the_sequence_and_what_has_another_is_named(
+def test_ops_that_gather_the_sequence_or_have_another_one_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):

@@ -1,5 +1,5 @@
-"""Captures that tests share are what a capture would give, and nobody else's; models that differ
-at all do not share one."""
+"""Captures shared between tests equal new captures. Different models do not share a
+capture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(
+def test_a_shared_capture_equals_a_new_capture_and_has_its_own_graph(
     traced: list[str],
 ) -> None:
     model, batch = zoo_small.gpt2()
@@ -125,7 +125,7 @@ def _doubled(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_differs_looks_different(name: str) -> None:
+def test_different_models_have_different_keys(name: str) -> None:
     assert shared_captures.look(_model()) == shared_captures.look(_model())
     assert shared_captures.look(_model(CHANGES[name])) == shared_captures.look(
         _model(CHANGES[name])
@@ -133,7 +133,7 @@ def test_a_model_that_differs_looks_different(name: str) -> None:
     assert shared_captures.look(_model(CHANGES[name])) != shared_captures.look(_model())
 
 
-def test_another_class_looks_different_and_what_cannot_be_compared_is_not_shared(
+def test_other_classes_have_other_keys_and_incomparable_models_are_not_shared(
     traced: list[str],
 ) -> None:
     assert shared_captures.look(_model(kind=Further)) != shared_captures.look(_model())
@@ -151,7 +151,7 @@ def test_another_class_looks_different_and_what_cannot_be_compared_is_not_shared
     assert len(traced) == 2
 
 
-def test_another_call_is_another_capture(traced: list[str]) -> None:
+def test_another_call_has_another_capture(traced: list[str]) -> None:
     model, x = _model(), torch.ones(2, 4)
     others: list[Any] = [x[:1], x.clone().requires_grad_(), torch.ones(4, 2).t()]
     calls: list[Any] = [
@@ -172,7 +172,7 @@ def test_another_call_is_another_capture(traced: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral", "vit"])
-def test_what_another_process_has_written_is_what_a_fresh_capture_is(
+def test_a_capture_written_by_another_process_equals_a_new_capture(
     traced: list[str], kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
@@ -197,7 +197,7 @@ def _sharing(trace: Any) -> list[int]:
     return [numbers.setdefault(value.untyped_storage()._cdata, len(numbers)) for value in values]
 
 
-def test_a_model_that_differs_has_other_words_and_what_has_none_is_traced_by_each_process(
+def test_models_without_a_stable_key_are_traced_in_each_process(
     traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def words(change: Callable[[Any], Any] = lambda m: None, kind: type[nn.Module] = Scaled) -> str:

@@ -63,7 +63,7 @@ def stages_of(plan: Plan) -> tuple[tuple[Plan, ...], float]:
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(CASES, 2)))
-def test_shares_of_modules_and_what_is_no_modules_add_up_to_the_step_of_either_plan(
+def test_shares_of_modules_and_the_rest_add_up_to_the_step_of_each_plan(
     one: str, other: str
 ) -> None:
     found = autopar.diff(planned(one), planned(other))
@@ -87,9 +87,7 @@ def test_shares_of_modules_and_what_is_no_modules_add_up_to_the_step_of_either_p
     ("one", "other"),
     [("whole", "one and three"), ("two and two", "whole"), ("interleaved", "one and three")],
 )
-def test_a_modules_shares_are_what_its_stages_say_of_it_however_its_copies_are_told_apart(
-    one: str, other: str
-) -> None:
+def test_the_share_of_a_module_is_the_sum_over_its_stages(one: str, other: str) -> None:
     found = autopar.diff(planned(one), planned(other))
     for side, plan in enumerate((found.first, found.second)):
         stages, runs = stages_of(plan)
@@ -112,7 +110,7 @@ def test_a_modules_shares_are_what_its_stages_say_of_it_however_its_copies_are_t
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_no_modules_is_what_is_hidden_in_its_stages_and_what_devices_wait(
+def test_the_rest_is_the_hidden_time_of_stages_and_the_waiting_time_of_devices(
     name: str,
 ) -> None:
     plan = planned(name)
@@ -128,7 +126,7 @@ def test_what_is_no_modules_is_what_is_hidden_in_its_stages_and_what_devices_wai
     )
 
 
-def test_layouts_are_compared_by_names_of_axes_and_stages_are_told() -> None:
+def test_layouts_are_compared_by_axis_names_and_stages_are_shown() -> None:
     found = autopar.diff(planned("whole"), planned("one and three"))
     said = {change.module: change.said for change in found.changes}
     assert (

@@ -1,5 +1,5 @@
-"""The solver against brute force, on generated small problems with real layout graphs and random
-prices."""
+"""The solver compared with brute force, on generated small problems with real layout graphs and
+random prices."""
 
 from __future__ import annotations
 
@@ -524,7 +524,7 @@ def stored_of(p: Problem, found: Solution) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_runs_beside_what_ops_move_by_themselves(seed: int) -> None:
+def test_collectives_within_ops_are_not_overlapped(seed: int) -> None:
     """Up to all of an op's time is its own collectives'; where too little compute is left to
     hide the rest, the bound may be lower."""
     shares, p = random.Random(seed), problem(seed, LINE, slowdown=0.4)
@@ -602,7 +602,7 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
-def test_under_every_budget_the_plan_fits_and_is_as_close_to_the_best_of_all_plans_as_asked(
+def test_under_every_budget_the_plan_fits_and_is_within_the_requested_gap(
     case: Case,
 ) -> None:
     for budget, best in (*front(case), (AMPLE, front(case)[-1][1])):
@@ -619,7 +619,7 @@ def test_under_every_budget_the_plan_fits_and_is_as_close_to_the_best_of_all_pla
 
 
 @pytest.mark.slow
-def test_what_backward_does_not_read_where_it_runs_an_op_again_costs_nothing_there() -> None:
+def test_operands_that_recompute_does_not_read_cost_nothing_there() -> None:
     cheaper = 0
     for case in (Case(1, moments=True, unasked=True), Case(4, unasked=True)):
         for budget, best in front(case):
@@ -649,7 +649,7 @@ def test_what_backward_does_not_read_where_it_runs_an_op_again_costs_nothing_the
     ],
     ids=str,
 )
-def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_best_of_all_plans(
+def test_with_overlap_the_step_and_the_bound_enclose_the_optimum(
     case: Case,
 ) -> None:
     for budget, best in (*front(case), (AMPLE, front(case)[-1][1])):
@@ -666,7 +666,7 @@ def test_with_communication_beside_compute_the_step_and_the_bound_enclose_the_be
     [Case(4, LINE, slowdown=0.0), *(Case(seed, SQUARE, True, 0.0) for seed in (4, 9))],
     ids=str,
 )
-def test_given_choices_move_tensors_by_the_trees_that_make_the_step_the_shortest(
+def test_given_choices_use_the_trees_with_the_shortest_step(
     case: Case,
 ) -> None:
     p, rng, outlasted = case.problem(), random.Random(0), 0
@@ -694,7 +694,7 @@ def test_given_choices_move_tensors_by_the_trees_that_make_the_step_the_shortest
 @pytest.mark.parametrize(
     "case", [*HOSTED, *(pytest.param(c, marks=pytest.mark.slow) for c in OFTEN_HOSTED)], ids=str
 )
-def test_with_hosts_the_step_and_the_bound_enclose_the_best_of_all_plans_within_both_budgets(
+def test_with_host_memory_the_step_and_the_bound_enclose_the_optimum(
     case: Case,
 ) -> None:
     """Where the room on the hosts binds, what is proven may be lower: no multiplier speaks of
@@ -719,7 +719,7 @@ def test_with_hosts_the_step_and_the_bound_enclose_the_best_of_all_plans_within_
 @pytest.mark.slow
 @pytest.mark.parametrize("sifted_from", [0, 50_000])
 @pytest.mark.parametrize("likely", [(0.3, 0.7), (0.0, 0.0)])
-def test_wherever_a_search_begins_it_finds_and_proves_the_same(
+def test_a_search_finds_and_proves_the_same_from_any_start(
     likely: tuple[float, float], sifted_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (branch_and_cut, restricted):
@@ -739,7 +739,7 @@ def test_wherever_a_search_begins_it_finds_and_proves_the_same(
     assert outlasted, "some memory binds, so that excess came in with its row"
 
 
-def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(
+def test_a_balance_found_by_sifting_proves_the_bound_of_all_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outlasted = 0
@@ -773,7 +773,7 @@ def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(
     assert outlasted
 
 
-def test_both_compute_and_communication_bound_the_problems_that_are_tried() -> None:
+def test_the_tested_problems_include_compute_bound_and_communication_bound_ones() -> None:
     found = [solve(case.problem(budget), gap=0.0) for case in BESIDE for budget, _ in front(case)]
     assert {choices.stats["outlasted"] > 0 for choices in found} == {False, True}
     assert any(c.multipliers is not None and min(c.multipliers.balance) < 1.0 for c in found)
@@ -781,7 +781,7 @@ def test_both_compute_and_communication_bound_the_problems_that_are_tried() -> N
 
 @examples(60)
 @given(seed=st.integers(0, 2**16), choice=st.integers(0, 2**32), line=st.booleans())
-def test_what_counts_as_running_beside_compute_has_slack_whatever_is_chosen(
+def test_overlapped_communication_has_slack_for_all_choices(
     seed: int, choice: int, line: bool
 ) -> None:
     p, rng = problem(seed, LINE if line else SQUARE, slowdown=0.5), random.Random(choice)
@@ -795,7 +795,7 @@ def test_what_counts_as_running_beside_compute_has_slack_whatever_is_chosen(
 
 
 @every_case
-def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_refusal_hold(
+def test_a_budget_is_refused_exactly_if_no_plan_fits_with_valid_figures(
     case: Case,
 ) -> None:
     least = front(case)[0][0]
@@ -818,7 +818,7 @@ def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_r
 
 
 @every_case
-def test_a_search_for_a_plan_only_encloses_the_optimum_and_refuses_exactly_what_fits_nowhere(
+def test_a_plan_only_search_encloses_the_optimum_and_refuses_infeasible_budgets(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (branch_and_cut, restricted):
@@ -841,7 +841,7 @@ def plan_only(p: Problem) -> Solution | Least:
 
 
 @pytest.mark.slow
-def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_no_search_to_refuse(
+def test_some_plan_only_searches_end_early_and_some_refuse_without_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (branch_and_cut, restricted):
@@ -859,7 +859,7 @@ def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_n
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_keepable", [0, 1, 2])
-def test_where_few_versions_may_be_kept_the_plan_keeps_no_other_and_is_the_best_of_those(
+def test_the_plan_keeps_only_allowed_versions_and_is_optimal_among_those(
     seed: int, num_keepable: int
 ) -> None:
     free = Case(seed).problem()
@@ -885,7 +885,7 @@ def test_where_few_versions_may_be_kept_the_plan_keeps_no_other_and_is_the_best_
 
 @pytest.mark.parametrize("case", FAST[::2], ids=str)
 @pytest.mark.parametrize("tree", [0, 5, 10**6], ids=["no tree", "short", "long"])
-def test_a_search_over_parts_of_the_program_encloses_the_optimum_and_refuses_nothing_that_fits(
+def test_a_search_over_parts_encloses_the_optimum_and_refuses_no_feasible_budget(
     case: Case, tree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (branch_and_cut, restricted):
@@ -903,7 +903,7 @@ def test_a_search_over_parts_of_the_program_encloses_the_optimum_and_refuses_not
 
 
 @every_case
-def test_a_tree_alone_finds_the_optimum_and_proves_it(
+def test_branch_and_bound_alone_finds_and_proves_the_optimum(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_other(self: restricted.Climb, *_: object, **__: object) -> list[int]:
@@ -920,7 +920,7 @@ def test_a_tree_alone_finds_the_optimum_and_proves_it(
         )
 
 
-def test_where_relaxations_of_a_tree_run_out_of_steps_the_bound_is_that_of_the_box_around_them(
+def test_if_relaxations_run_out_of_steps_the_bound_is_that_of_the_enclosing_box(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[float] = []
@@ -960,7 +960,7 @@ def test_rows_against_mixtures_cut_off_no_choices(case: Case) -> None:
         assert tight.bound <= best * SCALE * (1 + 1e-6) and plain.bound <= best * SCALE * (1 + 1e-6)
 
 
-def test_where_the_search_finds_nothing_the_plan_of_least_memory_is_taken_if_it_fits(
+def test_if_the_search_finds_nothing_a_plan_of_least_memory_is_used_if_it_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(0)
@@ -971,7 +971,7 @@ def test_where_the_search_finds_nothing_the_plan_of_least_memory_is_taken_if_it_
 
 
 @pytest.mark.parametrize("case", [*FAST[:3], *BESIDE[:2]], ids=str)
-def test_the_fallback_solver_agrees(case: Case) -> None:
+def test_the_fallback_solver_finds_the_same_optimum(case: Case) -> None:
     points = front(case)
     for budget in (AMPLE, points[len(points) // 2][0], points[0][0]):
         p = case.problem(budget)
@@ -1006,7 +1006,7 @@ print(tight.dumps())
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_same_problem_gives_the_same_choices_and_the_same_plan_byte_for_byte_in_every_process(
+def test_choices_and_plans_are_deterministic_across_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a new one, whose sets have orders of their own, as in this one, where much was planned

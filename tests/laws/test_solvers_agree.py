@@ -1,5 +1,5 @@
-"""Programs of small models, solved by HiGHS' live model and by CBC through PuLP: plans of one
-price, with bounds below both."""
+"""Programs of small models solved by the live model of HiGHS and by CBC through PuLP: plans with
+the same objective, and bounds below both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = (*sorted(FAST), ("gpt2", "square"))  # of Llama on the square, CBC takes
     ("kind", "mesh"),
     [pytest.param(k, m, marks=[pytest.mark.slow] * ((k, m) not in FAST)) for k, m in CASES],
 )
-def test_both_solvers_find_plans_of_one_price(kind: str, mesh: str) -> None:
+def test_both_solvers_find_plans_of_models_with_the_same_objective(kind: str, mesh: str) -> None:
     model, batch = getattr(zoo_small, kind)()
     trace = capture(model, (), batch)
     ours, theirs = (
@@ -42,7 +42,7 @@ def test_both_solvers_find_plans_of_one_price(kind: str, mesh: str) -> None:
         assert 0.0 < proof.bound_s <= min(ours.objective_s, theirs.objective_s) * (1 + 1e-6)
 
 
-def test_the_file_of_a_plans_program_has_the_plans_objective_for_another_solver(
+def test_another_solver_finds_the_objective_of_the_plan_in_its_lp_file(
     tmp_path: Path,
 ) -> None:
     model, batch = zoo_small.gpt2()
@@ -82,7 +82,7 @@ def read_back(path: Path) -> tuple[str, float]:
     return first.split()[0], float(first.split()[-1])
 
 
-def test_a_plan_with_stages_has_no_single_program_to_write(tmp_path: Path) -> None:
+def test_writing_the_program_of_a_plan_with_stages_is_refused(tmp_path: Path) -> None:
     model, batch = zoo_small.gpt2()
     with pytest.raises(AutoparError, match=r"several integer programs(.|\n)*what to do"):
         autopar.plan(

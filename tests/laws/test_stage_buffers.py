@@ -92,7 +92,7 @@ def planned(make: Any) -> tuple[Any, nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("make", [SharedNorm, Spectral, Replaced])
-def test_a_buffer_changes_in_one_stage_which_alone_holds_it(make: Any) -> None:
+def test_a_buffer_changes_in_the_only_stage_that_has_it(make: Any) -> None:
     made, model, batch = planned(make)
     stages = made.program.stages
     assert len(stages) == 2
@@ -104,7 +104,7 @@ def test_a_buffer_changes_in_one_stage_which_alone_holds_it(make: Any) -> None:
     assert autopar.check(made.plan, model, batch).ok
 
 
-def test_a_buffer_that_layers_on_both_sides_change_is_cut_nowhere_between_them() -> None:
+def test_no_cut_separates_layers_that_change_the_same_buffer() -> None:
     said = (
         r"cannot be cut into stages: buffer 'mean' is read in stage 0 but updated"
         r" in stage 1(.|\n)*test_stage_buffers"

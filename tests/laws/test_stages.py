@@ -1,4 +1,4 @@
-"""Law: the stages of a cut compute what the whole trace computes, wherever it is cut."""
+"""The stages of any cut compute the results of the whole trace."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def worst(s: Subject, positions: list[int]) -> float:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "dlrm"))) for n in MODELS]
 )
-def test_stages_compute_what_the_whole_computes(name: str) -> None:
+def test_stages_compute_the_results_of_the_whole_trace(name: str) -> None:
     s = subject(name)
     points = [p.position for p in cut_points(s.trace)]
     assert len(points) >= 3
@@ -111,7 +111,7 @@ def test_stages_compute_what_the_whole_computes(name: str) -> None:
     law()
 
 
-def test_what_crosses_is_the_stream_and_its_gradient() -> None:
+def test_only_the_residual_stream_and_its_gradient_cross_a_cut() -> None:
     s = subject("llama")
     layers = [p.position for p in cut_points(s.trace) if "layers" in p.module]
     made = cut_trace(s.trace, layers[1:3])
@@ -133,7 +133,7 @@ def test_what_crosses_is_the_stream_and_its_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gradient() -> None:
+def test_tied_weights_are_in_each_stage_that_reads_them_with_a_part_of_the_gradient() -> None:
     s = subject("gpt2")
     points = cut_points(s.trace)
     made = cut_trace(s.trace, [next(p.position for p in points if p.module == "transformer.h.1")])
@@ -146,7 +146,7 @@ def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gr
 
 
 @pytest.mark.slow
-def test_a_skip_connection_rides_through_the_stages_between() -> None:
+def test_a_skip_connection_is_transferred_through_the_stages_between() -> None:
     s = subject("unet2d")
     points = cut_points(s.trace)
     middle = [p.position for p in points if p.module.startswith("middle")]
@@ -158,7 +158,9 @@ def test_a_skip_connection_rides_through_the_stages_between() -> None:
 
 
 @pytest.mark.slow
-def test_backward_is_placed_where_the_fewest_bytes_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_ops_are_placed_so_that_the_fewest_bytes_cross(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Broken on purpose: without the minimum cut a gradient finds no carrier, or more crosses
     than need to."""
     s = subject("t5")
@@ -182,7 +184,7 @@ class Reversed(nn.Module):
         return {"loss": (first * self.layers[2](self.layers[1](first))).sum()}
 
 
-def test_a_value_that_is_read_far_behind_crosses_every_cut() -> None:
+def test_a_value_with_a_late_reader_crosses_every_cut() -> None:
     trace = capture(Reversed(), (), {"x": torch.randn(2, 4)})
     made = cut_trace(trace, [p.position for p in cut_points(trace)])
     assert [len(b.values) for b in made.boundaries] == [1, 2]

@@ -1,5 +1,5 @@
-"""The default plan has stages where links between nodes are slow, and none where they are fast;
-both say what was tried."""
+"""The default plan has stages if links between nodes are slow, and none if they are fast. Both
+list the tried alternatives."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def planned(times: float, model: type[Mlp] = Mlp, **options: Any) -> autopar.Pla
 
 
 @pytest.mark.slow
-def test_on_slow_links_stages_are_chosen_which_are_faster_than_any_plan_without() -> None:
+def test_on_slow_links_stages_are_chosen_that_are_faster_than_any_plan_without() -> None:
     plan, without = planned(10), planned(10, num_microbatches=1)
     assert (
         plan.pipeline is not None
@@ -66,9 +66,7 @@ def test_on_slow_links_stages_are_chosen_which_are_faster_than_any_plan_without(
 
 
 @pytest.mark.slow
-def test_none_are_where_something_is_forced_or_a_call_returns_more_and_where_links_are_fast() -> (
-    None
-):
+def test_no_stages_are_chosen_with_constraints_with_outputs_or_on_fast_links() -> None:
     forced = planned(10, constraints=[autopar.constraints.fsdp()])
     assert forced.pipeline is None and not any(
         "in stages along" in line for line in forced.proof.covers

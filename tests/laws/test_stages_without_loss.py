@@ -65,7 +65,9 @@ def holds(kind: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize("inference", [False, True], ids=["trained", "forward alone"])
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
-def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool) -> None:
+def test_any_number_of_microbatches_without_a_loss_matches_the_plain_model(
+    num: int, inference: bool
+) -> None:
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=num),), inference).plan
     holds("layers", plan)
     assert plan.pipeline is not None
@@ -91,7 +93,9 @@ def test_any_number_of_microbatches_is_the_plain_model(num: int, inference: bool
     ],
     ids=["dropout", "llama heads", "tied fsdp", "bert ddp", "coupled"],
 )
-def test_so_are_models_under_plans_by_name(kind: str, constraints: tuple[Constraint, ...]) -> None:
+def test_stages_without_a_loss_match_the_plain_model_under_named_plans(
+    kind: str, constraints: tuple[Constraint, ...]
+) -> None:
     plan = planned(kind, MESH, constraints).plan
     holds(kind, plan)
     assert plan.pipeline is not None and plan.pipeline.num_microbatches == (
@@ -100,7 +104,7 @@ def test_so_are_models_under_plans_by_name(kind: str, constraints: tuple[Constra
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_forward_alone_runs_in_stages_of_every_kind(schedule: str) -> None:
+def test_inference_runs_in_stages_of_every_kind(schedule: str) -> None:
     plan = planned(
         "layers",
         Mesh({"stage": 2}),
@@ -113,7 +117,7 @@ def test_forward_alone_runs_in_stages_of_every_kind(schedule: str) -> None:
     )
 
 
-def test_one_after_another_microbatches_of_forward_alone_need_less_memory() -> None:
+def test_sequential_microbatches_of_inference_need_less_memory() -> None:
     torch.manual_seed(0)
     model, batch, mesh = (
         nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 4)),
@@ -134,7 +138,7 @@ def test_one_after_another_microbatches_of_forward_alone_need_less_memory() -> N
     assert torch.equal(module(*batch), model(*batch))
 
 
-def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages() -> None:
+def test_the_step_is_that_of_the_schedule_plus_the_broadcast_of_outputs() -> None:
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=4),)).plan
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -152,7 +156,7 @@ def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages()
     assert "sent to all stages" in str(autopar.explain(plan))
 
 
-def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:
+def test_the_broadcast_of_outputs_takes_one_latency_per_stage() -> None:
     profile = HardwareProfile.load("cpu-gloo")
     for ranks in (2, 4):
         mesh = Mesh({"stage": ranks})
@@ -167,7 +171,7 @@ def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:
 
 
 @pytest.mark.slow
-def test_faster_links_between_stages_are_worth_what_planning_again_says() -> None:
+def test_the_value_of_faster_links_between_stages_is_that_of_planning_again() -> None:
     model, batch = built("layers")
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=2),)).plan
     same = autopar.what_if(plan, model, batch)
@@ -176,7 +180,7 @@ def test_faster_links_between_stages_are_worth_what_planning_again_says() -> Non
     assert wider.step_s >= plan.pipeline.handed_s  # type: ignore[union-attr]
 
 
-def test_changed_plans_are_refused() -> None:
+def test_changed_plans_of_stages_without_a_loss_are_refused() -> None:
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=2),)).plan
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -212,14 +216,14 @@ def test_changed_plans_are_refused() -> None:
     ],
     ids=["interleaved", "split outputs", "one after another"],
 )
-def test_what_cannot_be_had_is_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_stages_without_a_loss_are_refused(options: dict[str, Any], said: str) -> None:
     model, batch = built("layers")
     with pytest.raises(ConstraintError, match=said) as refused:
         autopar.plan(model, MESH, example_inputs=batch, hardware="cpu-gloo", **options)
     assert isinstance(refused.value, AutoparError) and refused.value.remedy
 
 
-def test_parameters_that_absent_outputs_alone_reach_are_known() -> None:
+def test_parameters_reached_only_by_absent_outputs_are_known() -> None:
     cuts = asked.pipeline("stage", microbatches=2, cuts=["layers.2"])
     program = planned("layers", Mesh({"stage": 2}), (cuts,)).program
     every = {p.name for p in program.trace.parameters}
@@ -240,7 +244,7 @@ def test_parameters_that_absent_outputs_alone_reach_are_known() -> None:
 
 
 @pytest.mark.parametrize("kind", ["layers dropout", "layers"])
-def test_wrong_tangents_of_microbatches_are_found(
+def test_wrong_tangents_of_microbatches_are_detected(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(kind, MESH, (asked.pipeline("stage", microbatches=2),)).plan

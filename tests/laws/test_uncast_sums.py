@@ -1,7 +1,7 @@
-"""Gradients that are added to wider sums of several microbatches as backward makes them: the same
-bits, fewer bytes moved and held.
+"""Gradients that are added uncast to wider sums over microbatches: bitwise equal, with fewer
+bytes moved and allocated.
 
-The oracle is the program that casts first, and behind it the model.
+The reference is the program that casts first, and the model.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_addition_casts_to_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(
+def test_gradients_are_bitwise_equal_to_those_of_the_program_that_casts_first(
     kind: str, way: str
 ) -> None:
     made, program, model, batch = planned(kind, way)
@@ -149,7 +149,7 @@ def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_what_adds_up_where_it_is_made_is_not_cast(kind: str, way: str) -> None:
+def test_gradients_added_where_they_are_produced_are_not_cast(kind: str, way: str) -> None:
     made, program, model, batch = planned(kind, way)
     assert autopar.check(Plan.loads(made.plan.dumps()), model, batch).ok
     uncast = dict(uncast_of(made.plan))
@@ -174,7 +174,7 @@ def test_what_adds_up_where_it_is_made_is_not_cast(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["ZeRO-2", "ZeRO-3"])
-def test_what_is_reduced_in_every_microbatch_is_cast_first(way: str) -> None:
+def test_gradients_reduced_in_every_microbatch_are_cast_first(way: str) -> None:
     made, program, _, _ = planned("llama", way)
     scattered = [
         c for phase, _, c in program.stages[0].collectives if phase == "backward" and c.reduce_op
@@ -278,7 +278,9 @@ def measured_peak(program: StageProgram, batch: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize(("kind", "way"), [case for case in CASES if case[1] != "stages"])
-def test_the_predicted_peak_of_microbatches_is_measured_to_the_byte(kind: str, way: str) -> None:
+def test_the_predicted_peak_of_microbatches_without_casts_equals_the_measured_peak(
+    kind: str, way: str
+) -> None:
     _, program, _, batch = planned(kind, way)
     (stage,) = program.stages
     assert (
@@ -311,7 +313,7 @@ def square(monkeypatch: pytest.MonkeyPatch | None = None) -> Plan:
     )
 
 
-def test_the_wide_copy_is_neither_held_nor_read_nor_written(
+def test_the_wide_copy_of_a_gradient_is_not_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan, casting = square(), square(monkeypatch)
@@ -333,7 +335,7 @@ def test_the_wide_copy_is_neither_held_nor_read_nor_written(
     assert casting.prediction.step_s - plan.prediction.step_s == pytest.approx(NUM * less_s)
 
 
-def test_a_budget_of_what_is_held_without_the_copy_is_enough() -> None:
+def test_a_budget_without_the_wide_copy_suffices() -> None:
     least = square().prediction.peak_bytes
     batch = {"x": torch.zeros(4, 2, 512)}
     asked: dict[str, Any] = {
@@ -354,7 +356,7 @@ def test_a_budget_of_what_is_held_without_the_copy_is_enough() -> None:
     )
 
 
-def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
+def test_no_memory_row_counts_a_copy_that_is_not_made() -> None:
     """What certainly lives at a moment, by the planner's rows and the certificate's, is no more
     than what the program holds at most."""
     trace = capture(Square(), (), {"x": torch.zeros(2, 2, 512)}, precision=BF16)
@@ -395,7 +397,7 @@ def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
     assert made - uncast == 4 * 512**2 and uncast == 2 * 512**2
 
 
-def test_nothing_leads_from_or_to_what_is_left_uncast() -> None:
+def test_no_step_converts_an_uncast_gradient() -> None:
     at = Layout.parse("P S(0) uncast")
     assert (
         at.uncast and str(at) == "P S(0) uncast" and at != at.plain and at.plain.left_uncast() == at
@@ -405,7 +407,7 @@ def test_nothing_leads_from_or_to_what_is_left_uncast() -> None:
 
 
 @pytest.mark.parametrize("way", ["ZeRO-1", "tensor parallel"])
-def test_changed_plans_are_refused(way: str) -> None:
+def test_changed_plans_with_uncast_sums_are_refused(way: str) -> None:
     made, _, model, batch = planned("llama", way)
     nodes = [c for e in stages_of(made.plan)[0].entries for c in e.nodes]
     cast = next(c for c in nodes if c.strategy.outputs[0].uncast)
@@ -440,7 +442,7 @@ def test_changed_plans_are_refused(way: str) -> None:
         assert not certificate.ok
 
 
-def test_an_addition_that_overwrites_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_addition_that_overwrites_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, model, batch = planned("llama", "ZeRO-1")
     monkeypatch.setattr(emit_phase, "add_to", lambda total, x: total.copy_(x))
     with pytest.raises(autopar.errors.ValidationError, match="add_to"):
@@ -448,7 +450,7 @@ def test_an_addition_that_overwrites_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_stages_that_share_a_weight_cast_their_terms_of_its_gradient() -> None:
+def test_stages_that_share_a_weight_cast_their_parts_of_its_gradient() -> None:
     """As the model without stages does, for which the bound over all cuts speaks."""
     model, batch = zoo_small.gpt2()
     mesh, constraints = Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=NUM),)
@@ -482,7 +484,7 @@ class Shares(nn.Module):
 
 
 @pytest.mark.parametrize("constraints", [(), (pipeline("a", microbatches=NUM),)])
-def test_of_equal_layers_those_that_share_no_weight_are_added_uncast(
+def test_only_gradients_of_layers_without_shared_weights_are_added_uncast(
     constraints: tuple[Constraint, ...],
 ) -> None:
     torch.manual_seed(0)
@@ -521,7 +523,7 @@ class Scaled(nn.Module):
     [((255, 2, 2, -258), 1), ((200, 50, 5, 2, -200, -50, -4, -2), 2)],
     ids=["between two axes", "before it is added"],
 )
-def test_sums_of_16_bit_gradients_stay_in_fp32_on_their_way(
+def test_sums_of_16_bit_gradients_are_communicated_in_fp32(
     samples: tuple[int, ...], num_microbatches: int
 ) -> None:
     """Each sample is a bf16 number, and so is 1, their sum; the 257 of some of them is none."""

@@ -1,5 +1,5 @@
-"""Plans for unequal devices: stages on their own devices, cut where that is fastest, and all
-else at the pace of the slowest."""
+"""Plans for unequal devices: stages use the profile of their devices with the fastest cut, and
+other axes use the slowest profile."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def steps_of_all_cuts(
 @pytest.mark.parametrize(
     "seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 16))]
 )
-def test_no_other_cut_is_faster_whatever_the_devices_and_the_number_of_microbatches(
+def test_no_other_cut_is_faster_for_any_devices_and_number_of_microbatches(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
@@ -156,7 +156,7 @@ def test_no_other_cut_is_faster_whatever_the_devices_and_the_number_of_microbatc
 @pytest.mark.slow
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
-def test_no_other_cut_that_fits_is_faster_where_one_stage_s_devices_have_little_memory(
+def test_no_other_cut_that_fits_is_faster_if_one_stage_has_little_memory(
     net: Built, short: int, share: float
 ) -> None:
     equal = made(net, "h100-sxm").pipeline
@@ -174,14 +174,14 @@ def test_no_other_cut_that_fits_is_faster_where_one_stage_s_devices_have_little_
     assert found.prediction.step_s <= min(steps.values()) * (1 + 1e-9)
 
 
-def test_which_devices_a_stage_has_decides_how_many_layers_it_gets(net: Built) -> None:
+def test_a_stage_with_faster_devices_gets_more_layers(net: Built) -> None:
     equal, behind, before = (
         layers(made(net, {"stage": along})) for along in ([H100, H100], [H100, SLOW], [SLOW, H100])
     )
     assert equal == [3, 3] and behind[1] < 3 < behind[0] and before[0] < 3 < before[1]
 
 
-def test_equal_profiles_give_the_plan_of_one_profile_but_for_what_it_says_that_it_is_for(
+def test_equal_profiles_give_the_plan_of_one_profile_except_for_the_profile_names(
     net: Built,
 ) -> None:
     one, other = (
@@ -195,7 +195,7 @@ def test_equal_profiles_give_the_plan_of_one_profile_but_for_what_it_says_that_i
     assert replace(other, fingerprint=one.fingerprint).dumps() == one.dumps()
 
 
-def test_in_lockstep_equal_profiles_give_the_plan_of_one_profile_too(net: Built) -> None:
+def test_equal_profiles_along_other_axes_give_the_plan_of_one_profile(net: Built) -> None:
     model, batch = net
     mesh = autopar.Mesh({"data": 2})
     one, other = (
@@ -210,7 +210,7 @@ def mixed(net: Built) -> Plan:
     return made(net, {"stage": ["h100-sxm", "a100-sxm-80gb"]}, {"stage": 2, "data": 2})
 
 
-def test_each_stage_says_what_it_is_for_and_the_plan_is_read_back_as_it_was_written(
+def test_each_stage_records_its_profile_and_the_plan_round_trips(
     mixed: Plan,
 ) -> None:
     assert Plan.loads(mixed.dumps()) == mixed and mixed.pipeline is not None
@@ -221,7 +221,7 @@ def test_each_stage_says_what_it_is_for_and_the_plan_is_read_back_as_it_was_writ
     assert [each.profile for each in mixed.proof.on_profiles] == ["a100-sxm-80gb"]
 
 
-def test_a_plan_of_before_there_were_unequal_devices_is_still_read(net: Built) -> None:
+def test_a_plan_without_the_field_for_unequal_devices_can_be_read(net: Built) -> None:
     plan = made(net, "h100-sxm")
     data = json.loads(plan.dumps())
 
@@ -309,14 +309,16 @@ def _wrong(mixed: Plan) -> dict[str, tuple[Plan, set[str]]]:
     }
 
 
-def test_a_plan_for_unequal_devices_is_not_certified_where_a_claim_is_wrong(
+def test_a_plan_for_unequal_devices_with_a_wrong_claim_is_not_certified(
     net: Built, mixed: Plan
 ) -> None:
     for name, (plan, claims) in _wrong(mixed).items():
         assert claims <= {f.claim for f in autopar.check(plan, *net).findings}, name
 
 
-def test_a_plan_for_unequal_devices_is_not_certified_for_others(net: Built, mixed: Plan) -> None:
+def test_a_plan_for_unequal_devices_is_not_certified_for_other_devices(
+    net: Built, mixed: Plan
+) -> None:
     assert "model" in {f.claim for f in autopar.check(mixed, *net, hardware="h100-sxm").findings}
     assert "model" in {
         f.claim
@@ -324,12 +326,12 @@ def test_a_plan_for_unequal_devices_is_not_certified_for_others(net: Built, mixe
     }
 
 
-def test_what_unequal_devices_compute_is_what_the_model_computes(net: Built, mixed: Plan) -> None:
+def test_plans_for_unequal_devices_match_the_model(net: Built, mixed: Plan) -> None:
     assert autopar.verify(mixed, *net).ok
 
 
 @pytest.mark.slow
-def test_what_a_llama_computes_on_unequal_devices_is_what_the_model_computes() -> None:
+def test_a_llama_on_unequal_devices_matches_the_model() -> None:
     llama = zoo.build("llama", batch=8, num_hidden_layers=6)
     plan = made(llama, {"stage": [H100, SLOW]}, {"stage": 2, "data": 2})
     assert (
@@ -338,7 +340,7 @@ def test_what_a_llama_computes_on_unequal_devices_is_what_the_model_computes() -
     )
 
 
-def test_interleaved_stages_are_on_their_own_devices_too(net: Built) -> None:
+def test_interleaved_stages_use_the_profiles_of_their_devices(net: Built) -> None:
     hardware = {"stage": [H100, SLOW]}
     plan = made(net, hardware, schedule="interleaved_1f1b", chunks=2)
     pipe = plan.pipeline
@@ -356,9 +358,7 @@ def test_interleaved_stages_are_on_their_own_devices_too(net: Built) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_stage_whose_devices_have_little_memory_gets_fewer_layers(
-    net: Built, first: bool
-) -> None:
+def test_a_stage_on_devices_with_little_memory_gets_fewer_layers(net: Built, first: bool) -> None:
     equal = made(net, "h100-sxm")
     assert equal.pipeline is not None and layers(equal) == [3, 3]
     short = 0 if first else 1
@@ -383,7 +383,7 @@ def test_a_stage_whose_devices_have_little_memory_gets_fewer_layers(
 
 
 @pytest.mark.slow
-def test_where_no_cut_fits_it_is_said_which_devices_are_short(net: Built) -> None:
+def test_if_no_cut_fits_the_error_names_the_devices_with_too_little_memory(net: Built) -> None:
     tiny = device("h100-sxm", "tiny", device_memory_bytes=10_000)
     with pytest.raises(InfeasibleError) as refused:
         made(net, {"stage": [H100, tiny]})
@@ -404,7 +404,7 @@ def lockstep(net: Built) -> Plan:
     )
 
 
-def test_along_any_other_axis_the_plan_is_that_of_the_slowest_and_says_how_long_the_others_wait(
+def test_along_other_axes_the_plan_is_that_of_the_slowest_and_states_waiting_times(
     net: Built, lockstep: Plan
 ) -> None:
     model, batch = net
@@ -446,7 +446,7 @@ def test_explanations_of_unequal_devices_name_them(net: Built, mixed: Plan) -> N
     assert "hardware: stage=h100-sxm,a100-sxm-80gb → h100-sxm" in str(autopar.diff(mixed, other))
 
 
-def test_an_old_plan_is_priced_again_on_unequal_devices_and_back(net: Built, mixed: Plan) -> None:
+def test_a_plan_is_repriced_on_unequal_devices_and_back(net: Built, mixed: Plan) -> None:
     here = autopar.what_if(mixed, *net)
     assert (
         here.step_s == pytest.approx(mixed.prediction.step_s, rel=1e-12)
@@ -466,7 +466,7 @@ def test_an_old_plan_is_priced_again_on_unequal_devices_and_back(net: Built, mix
 
 
 @pytest.mark.slow
-def test_a_stage_that_has_next_to_nothing_to_do_is_certified_too() -> None:
+def test_a_stage_with_almost_no_compute_is_certified() -> None:
     """Its backward hands on what came: the time of crossing is no compute."""
     model, batch = zoo_small.gpt2(num_layers=4)
     devices = {"stage": ["h100-sxm", "a100-sxm-80gb", "cpu-gloo"]}

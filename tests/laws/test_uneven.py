@@ -1,5 +1,5 @@
-"""Dims that an axis does not divide: split all the same, priced by the largest part, and
-computed exactly."""
+"""Dims that are not divisible by an axis: they are sharded unevenly, priced by the largest shard,
+and computed exactly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "mesh", "seed"), CASES)
-def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted(
+def test_random_plans_on_three_ranks_match_the_model_and_are_priced_as_emitted(
     name: str, mesh: str, seed: int
 ) -> None:
     ready, model, batch = prepared(name, mesh)
@@ -63,7 +63,7 @@ def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted
     )
 
 
-def test_no_rank_needs_more_memory_than_is_predicted() -> None:
+def test_no_rank_needs_more_memory_than_predicted() -> None:
     for name, seed in (("tiny-gpt2", 0), ("tiny-vit", 2)):
         _, program = random_plan(prepared(name, "3")[0], seed)
         assert (
@@ -81,7 +81,7 @@ class Narrow(nn.Module):
         return nn.functional.cross_entropy(self.table(ids) @ self.table.weight.T, ids)
 
 
-def test_a_batch_and_a_vocabulary_that_nothing_divides_are_split_where_it_pays() -> None:
+def test_an_indivisible_batch_and_vocabulary_are_sharded_if_that_is_faster() -> None:
     batch = {"ids": torch.empty(4097, dtype=torch.int64, device="meta")}
     with torch.device("meta"):
         model = Narrow()
@@ -97,7 +97,7 @@ def test_a_batch_and_a_vocabulary_that_nothing_divides_are_split_where_it_pays()
     assert plan.prediction.step_s < alone.prediction.step_s / 2
 
 
-def test_only_one_axis_may_split_unevenly_and_no_part_is_empty() -> None:
+def test_only_one_axis_may_split_unevenly_and_no_shard_is_empty() -> None:
     def fits(layout: str, *shape: int) -> bool:
         return Layout.parse(layout).fits(shape, (2, 4))
 
@@ -107,7 +107,7 @@ def test_only_one_axis_may_split_unevenly_and_no_part_is_empty() -> None:
     assert fits("S(0) S(0)", 16)
 
 
-def test_a_collective_of_uneven_parts_is_priced_by_the_largest() -> None:
+def test_a_collective_of_uneven_shards_is_priced_by_the_largest() -> None:
     layout = Layout.parse("S(0)")
     assert local_bytes((7, 4), torch.float32, layout, (4,)) == 2 * 4 * 4
     (gather,) = [

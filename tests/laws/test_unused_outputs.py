@@ -1,5 +1,5 @@
-"""Outputs that have no part in the loss: what follows from them alone is not computed, and all
-else is as if they were detached."""
+"""Outputs that the loss does not use: their gradients are not computed, and other gradients are
+as if the outputs were detached."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pruned(program: StageProgram, absent: tuple[str, ...]) -> tuple[StageProgram
     "absent", [c for n in (1, 2, 3) for c in combinations(OUTPUTS, n)], ids=" ".join
 )
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_those_of_the_plain_model_and_none_where_it_has_none(
+def test_gradients_with_unused_outputs_match_the_plain_model_including_missing_ones(
     plan: str, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x, trace, found = planned(plan)
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_plain_model_and_none_where_it_has_none(
             torch.testing.assert_close(ours[name], p.grad)
 
 
-def test_less_is_computed_and_less_is_sent() -> None:
+def test_unused_outputs_reduce_compute_and_communication() -> None:
     *_, found = planned("ddp")
     program = found.stage_program()
     few, none = pruned(program, ("right", "hidden", "joined"))
@@ -129,9 +129,7 @@ def test_less_is_computed_and_less_is_sent() -> None:
     )
 
 
-def test_what_takes_a_present_and_an_absent_one_gets_zeros_and_what_writes_into_a_sum_spoils_no_other_reader() -> (  # noqa: E501
-    None
-):
+def test_missing_tangents_become_zeros_and_in_place_sums_spoil_no_reader() -> None:
     graph = fx.Graph()
     first, second = graph.placeholder("first"), graph.placeholder("second")
     both = graph.call_function(aten.cat.default, ([first, second],))
@@ -157,7 +155,7 @@ def test_what_takes_a_present_and_an_absent_one_gets_zeros_and_what_writes_into_
     )
 
 
-def test_a_scaled_term_is_left_as_it_is() -> None:
+def test_a_scaled_term_is_unchanged() -> None:
     graph = fx.Graph()
     first, second = graph.placeholder("first"), graph.placeholder("second")
     graph.output((graph.call_function(aten.add.Tensor, (first, second), {"alpha": 3}),))

@@ -152,7 +152,7 @@ def test_discovered_splits_are_used() -> None:
     assert autopar.verify(plan, model, BATCH).ok
 
 
-def test_the_plan_file_keeps_what_was_discovered(tmp_path: Path) -> None:
+def test_the_plan_file_stores_discovered_rules(tmp_path: Path) -> None:
     plan = made(Net(plain))
     plan.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json") == plan
@@ -164,7 +164,7 @@ def test_a_registered_op_is_not_reported() -> None:
     assert ops_of(made(Net(plain))) == (set(), set())
 
 
-def test_a_registered_op_is_priced_by_its_flops_as_a_product_of_torch_is() -> None:
+def test_a_registered_op_is_priced_by_its_flops_like_a_torch_product() -> None:
     factors = torch.ones(256, 256), torch.ones(256, 256)
     whole = Strategy((Layout.parse("R"),) * 2, (Layout.parse("R"),))
     profile = HardwareProfile.load("cpu-gloo")
@@ -184,7 +184,7 @@ def test_a_registered_op_is_priced_by_its_flops_as_a_product_of_torch_is() -> No
     assert autopar.check(made(model), model, BATCH).ok, "the certificate prices it alike"
 
 
-def test_another_flops_function_is_another_request() -> None:
+def test_another_flops_function_gives_another_cache_key() -> None:
     """The cache of plans does not return the plan of other prices."""
     register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
     keys = set()
@@ -194,7 +194,7 @@ def test_another_flops_function_is_another_request() -> None:
     assert len(keys) == 3
 
 
-def test_an_op_that_cannot_be_split_runs_replicated_and_says_so() -> None:
+def test_an_op_that_cannot_be_sharded_runs_replicated_and_is_reported() -> None:
     torch.manual_seed(0)
     model = Net(knotted)
     plan = made(model)
@@ -224,7 +224,7 @@ def test_a_plan_that_names_another_op_without_a_rule_is_refused() -> None:
     assert not certificate.ok and "the ops without a rule are" in str(certificate)
 
 
-def test_a_plan_of_an_earlier_version_names_no_ops_without_a_rule() -> None:
+def test_a_plan_of_an_earlier_version_has_no_list_of_ops_without_a_rule() -> None:
     model = Net(knotted)
     plan = made(model)
     data = json.loads(plan.dumps())

@@ -1,5 +1,5 @@
-"""Old plans on other hardware: on their own they are as predicted, on one of half the speed they
-take twice as long, and a plan made there is never slower."""
+"""Plans repriced on other hardware: on their own hardware they have the predicted time, at half
+the speed they take twice as long, and a plan made there is never slower."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 
 
 class Net(torch.nn.Module):
-    """Two linears and a loss."""
+    """A model with two linear layers and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ Built = tuple[Plan, torch.nn.Module, dict[str, Any]]
 
 
 def scaled(profile: HardwareProfile, times: float) -> HardwareProfile:
-    """Hardware on which everything takes so many times as long."""
+    """Return hardware on which everything takes `factor` times as long."""
 
     def slower(curve: Curve) -> Curve:
         return Curve(curve.sizes, tuple(t * times for t in curve.times))
@@ -115,7 +115,7 @@ def case(request: pytest.FixtureRequest) -> Built:
     return built(request.param)
 
 
-def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(
+def test_on_its_own_hardware_a_plan_has_its_predicted_time_and_no_regret(
     case: Built,
 ) -> None:
     plan, model, batch = case
@@ -129,16 +129,14 @@ def test_on_its_own_hardware_a_plan_takes_what_it_says_and_nothing_is_regretted(
 
 
 @pytest.mark.parametrize("case", ["free", "recomputes", "stages"], indirect=True)
-def test_on_hardware_of_half_the_speed_it_takes_twice_as_long(case: Built) -> None:
+def test_on_hardware_with_half_the_speed_a_plan_takes_twice_as_long(case: Built) -> None:
     plan, model, batch = case
     found = autopar.what_if(plan, model, batch, hardware=scaled(GLOO, 2.0))
     assert found.step_s == pytest.approx(2 * plan.prediction.step_s, rel=1e-9)
     assert found.regret >= -plan.options["gap"]
 
 
-def test_a_plan_for_fast_links_is_regretted_on_slow_ones_and_the_plan_made_there_is_not_slower() -> (  # noqa: E501
-    None
-):
+def test_a_plan_for_fast_links_has_regret_on_slow_links() -> None:
     links = {
         name: replace(link, latency_s=1e-9, bandwidth_bytes_per_s=1e13, curves={})
         for name, link in GLOO.links.items()
@@ -159,7 +157,7 @@ def test_a_plan_for_fast_links_is_regretted_on_slow_ones_and_the_plan_made_there
     assert f"regret +{found.regret * 100:.1f} %" in str(found)
 
 
-def test_the_budget_is_the_plans_where_its_user_set_one_else_that_of_the_device() -> None:
+def test_the_budget_of_what_if_is_that_of_the_plan_or_of_the_device() -> None:
     model, batch = NET, NET_BATCH
     mesh = autopar.Mesh({"data": 2})
     default = autopar.plan(model, mesh, example_inputs=batch, hardware="cpu-gloo")
@@ -184,7 +182,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_the_bound(
+def test_on_a_mesh_with_other_sizes_the_decisions_are_kept_and_the_bound_is_valid(
     name: str,
 ) -> None:
     plan, model, batch = built(name)
@@ -229,7 +227,7 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_carried_to_its_own_axes_in_any_order_a_plan_takes_and_needs_exactly_what_it_says(
+def test_a_plan_on_its_own_axes_in_any_order_has_its_predicted_time_and_memory(
     name: str,
 ) -> None:
     axes = {axis.name: axis.size for axis in built(name)[0].mesh.axes}
@@ -240,7 +238,7 @@ def test_carried_to_its_own_axes_in_any_order_a_plan_takes_and_needs_exactly_wha
 
 
 @pytest.mark.parametrize("name", [name for name in SAME if name != "free"])
-def test_over_a_new_axis_the_same_work_is_done_again_and_that_is_said(name: str) -> None:
+def test_over_a_new_axis_the_work_is_replicated_and_this_is_reported(name: str) -> None:
     axes = {axis.name: axis.size for axis in built(name)[0].mesh.axes}
     plan, step_s, peak_bytes = carry(name, {"node": 3, **axes})
     assert step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
@@ -258,7 +256,7 @@ def test_over_a_new_axis_the_same_work_is_done_again_and_that_is_said(name: str)
         ("recomputes", {"data": 4, "node": 2}),
     ],
 )
-def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(
+def test_forced_decisions_on_another_mesh_have_the_time_of_a_plan_made_there(
     name: str, axes: dict[str, int]
 ) -> None:
     plan, model, batch = built(name)
@@ -278,7 +276,7 @@ def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(
 
 
 @pytest.mark.slow
-def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -> None:
+def test_parameters_gathered_by_zero_are_stored_as_used_if_the_axis_is_missing() -> None:
     plan, step_s, peak_bytes = carry("interleaved", {"stage": 2})
     assert plan.pipeline is not None and any(
         len(e.nodes) > 1 for e in plan.pipeline.stages[0].entries if e.kind == "parameter"
@@ -287,7 +285,7 @@ def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -
     assert step_s < plan.prediction.step_s and peak_bytes > plan.prediction.peak_bytes
 
 
-def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
+def test_impossible_questions_about_another_mesh_are_refused() -> None:
     plan, model, batch = built("stages")
     for mesh, size in ({"stage": 4, "data": 2}, 4), ({"data": 2}, 1):
         with pytest.raises(
@@ -314,7 +312,7 @@ def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
         autopar.what_if(plan, model, batch, mesh={"data": 2, "tensor": 16})
 
 
-def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> None:
+def test_an_op_that_cannot_be_sharded_on_another_mesh_is_named_with_the_tensor() -> None:
     model, batch = zoo_small.gpt2()  # of 4 samples, 8 over both axes
     ask = {
         "example_inputs": batch,
@@ -332,7 +330,7 @@ def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> No
         autopar.what_if(plan, model, batch, mesh={"a": 2, "b": 4})
 
 
-def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused() -> None:
+def test_what_if_refuses_plans_for_another_model_and_impossible_decisions() -> None:
     model, batch = NET, NET_BATCH
     plan = autopar.plan(model, autopar.Mesh({"data": 2}), example_inputs=batch, hardware="cpu-gloo")
     other, its_batch = zoo.build("gpt2", batch=8)
@@ -351,7 +349,7 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
 
 
 @pytest.mark.slow
-def test_the_plan_made_under_other_constraints_is_the_one_that_plan_makes_under_them() -> None:
+def test_what_if_with_other_constraints_gives_the_plan_of_these_constraints() -> None:
     plan, model, batch = built("stages")
     found = autopar.what_if(
         plan,
@@ -381,7 +379,7 @@ def test_the_plan_made_under_other_constraints_is_the_one_that_plan_makes_under_
     assert there.change == "without fsdp(axes=['data']), with ddp(axes=['data'])"
 
 
-def test_a_number_of_microbatches_is_left_out_by_its_name() -> None:
+def test_what_if_can_remove_the_number_of_microbatches_by_name() -> None:
     plan, model, batch = built("one stage")
     found = autopar.what_if(plan, model, batch, hardware=GLOO, without="num_microbatches")
     assert (

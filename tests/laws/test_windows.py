@@ -1,4 +1,4 @@
-"""Convolution and pooling split over space, with halos, over geometries that hypothesis draws."""
+"""Convolution and pooling sharded over space with halos, on geometries drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def image(*shape: int) -> torch.Tensor:
     st.booleans(),
     st.sampled_from([(1, 1, 1), (1, 0, 0), (0, 1, 1)]),
 )
-def test_a_convolution_over_parts_of_space_is_the_whole_one(
+def test_a_convolution_over_spatial_shards_equals_the_unsharded_one(
     h: Any, w: Any, mesh_shape: tuple[int, ...], groups: int, biased: bool, mask: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_a_convolution_over_parts_of_space_is_the_whole_one(
 
 @examples(40)
 @given(windows(), windows(), st.sampled_from(MESHES), st.booleans(), st.booleans())
-def test_pooling_over_parts_of_space_is_the_whole_one(
+def test_pooling_over_spatial_shards_equals_the_unsharded_one(
     h: Any, w: Any, mesh_shape: tuple[int, ...], ceil_mode: bool, count_include_pad: bool
 ) -> None:
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_pooling_over_parts_of_space_is_the_whole_one(
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES)
-def test_volumes_are_split_as_images_are(mesh_shape: tuple[int, ...]) -> None:
+def test_volumes_are_sharded_like_images(mesh_shape: tuple[int, ...]) -> None:
     x, weight, how = (
         image(1, 2, 6, 4, 6),
         image(2, 2, 3, 3, 3),
@@ -152,7 +152,7 @@ def test_volumes_are_split_as_images_are(mesh_shape: tuple[int, ...]) -> None:
     assert lawful(aten.max_pool3d_with_indices_backward.default, pooled, mesh_shape, 3)
 
 
-def test_a_transposed_convolution_is_split_where_its_windows_do_not_overlap() -> None:
+def test_a_transposed_convolution_is_sharded_if_its_windows_do_not_overlap() -> None:
     x, how = image(1, 2, 4, 6), ([2, 2], [0, 0], [1, 1], True, [0, 0], 1)
     assert lawful(aten.convolution.default, (x, image(2, 2, 2, 2), image(2), *how), (2,), 2) == 2
     assert (
@@ -167,7 +167,7 @@ def test_a_transposed_convolution_is_split_where_its_windows_do_not_overlap() ->
     assert lawful(aten.convolution.default, (x, image(2, 2, 3, 3), None, *how), (2,), 2) == 0
 
 
-def test_resizing_by_a_whole_factor_keeps_space_split() -> None:
+def test_resizing_by_an_integer_factor_keeps_spatial_shards() -> None:
     assert lawful(aten.upsample_nearest2d.default, (image(1, 2, 4, 6), [8, 9]), (2,), 2) == 1, (
         "6 to 9 is no whole factor"
     )
@@ -192,7 +192,7 @@ def placed(target: Any, *args: Any) -> list[str]:
     return [", ".join(map(str, s.inputs)) for s in spatial(call, (2,), 2)][:1]
 
 
-def test_a_halo_is_what_the_windows_see_beyond_a_part() -> None:
+def test_a_halo_has_the_elements_that_windows_read_beyond_a_shard() -> None:
     x, how = image(1, 2, 8, 8), ([1, 1], False, [0, 0], 1)
 
     def halo(kernel: int, stride: int, padding: int) -> list[str]:
@@ -228,7 +228,7 @@ def test_a_halo_is_what_the_windows_see_beyond_a_part() -> None:
     ]
 
 
-def test_a_halo_is_not_wider_than_a_neighbours_part_and_one_axis_alone_splits_the_dim() -> None:
+def test_a_halo_is_at_most_a_neighbouring_shard_and_needs_one_splitting_axis() -> None:
     x = image(1, 1, 6, 1)
     how = ([1, 1], [2, 0], [1, 1], False, [0, 0], 1)
     call, _ = call_on(

@@ -1,5 +1,4 @@
-"""The law itself: every rule that is wrong on purpose is caught, on shapes where the right one
-passes."""
+"""The law detects every deliberately wrong rule on shapes for which the correct rule passes."""
 
 from __future__ import annotations
 
@@ -55,19 +54,19 @@ def caught(
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_row_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_row_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, row = WRONG[name]
     caught(name, target, lambda: monkeypatch.setitem(TABLE, target, row), EVEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MISPLACED)
-def test_wrong_local_arguments_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_local_arguments_are_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, local = MISPLACED[name]
     caught(name, target, lambda: monkeypatch.setitem(localization.LOCALIZERS, target, local), EVEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_what_is_wrong_only_on_uneven_parts_is_caught_there(
+def test_rules_that_are_wrong_only_on_uneven_shards_are_detected(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, local = UNEVEN[name]
@@ -77,5 +76,5 @@ def test_what_is_wrong_only_on_uneven_parts_is_caught_there(
     caught(name, target, lambda: monkeypatch.setitem(localization.LOCALIZERS, target, local), ODD)  # type: ignore[arg-type]
 
 
-def test_there_are_at_least_thirty() -> None:
+def test_there_are_at_least_thirty_wrong_rules() -> None:
     assert len(WRONG) + len(MISPLACED) + len(UNEVEN) >= 100

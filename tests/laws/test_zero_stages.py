@@ -1,5 +1,5 @@
-"""Parameters held through a step of several microbatches: ZeRO's stages move what the paper says,
-add up in fp32, and are right.
+"""Parameters kept gathered through a step of several microbatches: the ZeRO stages have the
+communication of the paper, accumulate in fp32, and match the model.
 
 Ψ elements over P devices, M microbatches; what a device sends, by rings (Rajbhandari et al.,
 "ZeRO", 2020, sections 5 and 7).
@@ -73,7 +73,7 @@ def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
+def test_each_zero_stage_has_the_communication_of_the_paper(stage: int) -> None:
     made, model, batch = planned(
         "llama", LINE, megatron(dp=2, zero=stage, microbatches=MICROBATCHES)
     )
@@ -100,14 +100,14 @@ def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_over_two_axes_each_gradient_is_added_once(stage: int) -> None:
+def test_over_two_axes_each_gradient_is_accumulated_once(stage: int) -> None:
     made, model, batch = planned("llama", Mesh({"a": 2, "b": 2}), megatron(dp=4, zero=stage))
     added = [n for n in made.program.stages[0].backward.graph.nodes if n.target is add_to]
     assert len(added) == len({n.args[0] for n in added})
     assert autopar.verify(made.plan, model, batch).ok
 
 
-def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
+def test_data_parallelism_reduces_once_per_step_without_overlap() -> None:
     made, model, batch = planned(
         "llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=ALONE
     )
@@ -116,7 +116,7 @@ def test_data_parallelism_reduces_once_a_step_where_nothing_is_hidden() -> None:
     assert autopar.verify(made.plan, model, batch).ok
 
 
-def test_stages_1_and_2_are_there_for_one_microbatch() -> None:
+def test_zero_stages_1_and_2_are_available_for_one_microbatch() -> None:
     made, model, batch = planned("gpt2", LINE, megatron(dp=2, zero=1))
     assert (
         made.plan.pipeline is not None
@@ -132,7 +132,7 @@ def test_stages_1_and_2_are_there_for_one_microbatch() -> None:
 
 
 @pytest.mark.parametrize(("stage", "tied"), [(1, True), (1, False), (2, True)])
-def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_summed_in_parts(
+def test_with_tensor_parallelism_a_fused_bias_is_kept_and_accumulated_in_shards(
     stage: int, tied: bool
 ) -> None:
     """By heads the bias rests over both axes in mesh order: once a step it is gathered, and its
@@ -165,7 +165,7 @@ def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_sum
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 4])
-def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: int) -> None:
+def test_zero_stage_1_with_pipeline_and_tensor_parallelism(num_layers: int) -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
     model, batch = zoo_small.gpt2(num_layers=num_layers)
     asked = megatron(pp=2, tp=2, dp=2, zero=1, microbatches=MICROBATCHES)
@@ -180,7 +180,7 @@ def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: in
 
 
 @pytest.mark.slow
-def test_with_stages_and_tensor_parallelism() -> None:
+def test_zero_with_pipeline_and_tensor_parallelism() -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
     made, model, batch = planned(
         "gpt2", mesh, megatron(pp=2, tp=2, dp=2, zero=2, microbatches=MICROBATCHES)
@@ -194,7 +194,7 @@ def test_with_stages_and_tensor_parallelism() -> None:
 
 
 @pytest.mark.slow
-def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -> None:
+def test_the_planner_keeps_gathered_copies_if_that_is_faster_and_they_fit() -> None:
     """Where parameters do not fit whole with their optimizer's state: gathered once while the
     copies fit, else per use."""
     ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[
@@ -221,12 +221,12 @@ def test_the_planner_holds_gathered_copies_where_that_is_faster_and_they_fit() -
 
 
 @pytest.mark.parametrize("zero", [-1, 4])
-def test_other_stages_are_refused(zero: int) -> None:
+def test_unknown_zero_stages_are_refused(zero: int) -> None:
     with pytest.raises(ConstraintError, match="zero"):
         megatron(dp=2, zero=zero)
 
 
-def test_fully_sharded_parameters_are_not_held_gathered() -> None:
+def test_fully_sharded_parameters_are_not_kept_gathered() -> None:
     made, _, _ = planned("llama", LINE, fsdp("data"), num_microbatches=MICROBATCHES)
     assert "copies" not in made.plan.prediction.memory_bytes and not moved(
         made, "step", "all_gather"
@@ -257,7 +257,7 @@ def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
     mesh_shape=st.lists(st.sampled_from([2, 3]), min_size=1, max_size=2).map(tuple),
     seed=st.integers(0, 2**16),
 )
-def test_collectives_lead_from_every_way_to_rest_to_what_is_read_and_from_every_sum_back(
+def test_collectives_convert_every_storage_layout_and_every_gradient_sum(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], seed: int
 ) -> None:
     """On numbers: the parts of a parameter become the parts that are read; partial sums become
@@ -351,7 +351,7 @@ def parts_of(
     return result
 
 
-def test_a_forced_stage_is_gathered_and_summed_through_inner_splitters() -> None:
+def test_a_forced_zero_stage_is_gathered_and_reduced_through_inner_axes() -> None:
     """Where the axis is the outer splitter of the same dim as another, which stays split for
     what reads the parameter."""
     for stage, sums in ((1, "P S(0)"), (2, "S(0) S(0)")):
@@ -362,7 +362,7 @@ def test_a_forced_stage_is_gathered_and_summed_through_inner_splitters() -> None
     assert all(str(w.working).startswith("S(0)") for w in per_use)
 
 
-def test_ways_are_zero_s_stages_on_each_axis() -> None:
+def test_the_storage_options_are_the_zero_stages_on_each_axis() -> None:
     found = ways((4, 4), (2,))
     rests = [w for w in found if str(w.storage) == "S(0)"]
     assert [stage_on(w, 0) for w in rests] == [1, 2, 3]
@@ -382,7 +382,7 @@ def test_ways_are_zero_s_stages_on_each_axis() -> None:
     ] == [2]
 
 
-def test_of_one_dim_split_by_two_axes_only_the_inner_one_is_gathered_alone() -> None:
+def test_of_two_axes_that_split_a_dim_only_the_inner_one_is_gathered_alone() -> None:
     found = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={}))
     assert {str(w.working) for w in found} == {"S(0) S(0)", "S(0) R", "R R"}
     assert all(math.prod(local_shape((8,), w.working, (2, 2))) in (2, 4, 8) for w in found)
@@ -403,7 +403,7 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
+def test_16_bit_gradients_are_accumulated_in_fp32(zero: int) -> None:
     """256 + 1 + 1 + 1 is 256 in bfloat16 when added one by one, and 260 when rounded once (259
     lies between 258 and 260)."""
     x = torch.ones(8, 4, dtype=torch.bfloat16)
@@ -424,7 +424,7 @@ def test_sixteen_bit_gradients_add_up_in_fp32(zero: int) -> None:
     assert gradient.tolist() == [260.0] * 4
 
 
-def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_not_accumulated_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.emit import phase
 
     def overwritten(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -438,7 +438,7 @@ def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
+def test_the_certificate_refuses_changed_communication_once_per_step() -> None:
     made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
     text = made.plan.dumps()
     pipe = made.plan.pipeline

@@ -1,5 +1,4 @@
-"""Outputs and buffers that are zero up to rounding are equal, and those that differ by more than
-that are not."""
+"""Outputs and buffers that are zero up to rounding are equal, and larger differences are not."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Sums(nn.Module):
 
 @pytest.mark.parametrize("model", [Centred(), Sums()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("plan", [autopar.constraints.ddp(), autopar.constraints.fsdp()], ids=str)
-def test_what_is_zero_up_to_rounding_is_equal(model: nn.Module, plan: Any) -> None:
+def test_values_that_are_zero_up_to_rounding_are_equal(model: nn.Module, plan: Any) -> None:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "full"}
     found = autopar.plan(model, 2, example_inputs=(x,), constraints=[plan], **options)
@@ -49,7 +48,7 @@ def test_what_is_zero_up_to_rounding_is_equal(model: nn.Module, plan: Any) -> No
 
 
 @pytest.mark.parametrize(("model", "name"), [(Centred(), "norm.running_mean"), (Sums(), "rest")])
-def test_what_differs_by_more_is_not(
+def test_larger_differences_from_zero_are_not_equal(
     model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
@@ -95,13 +94,13 @@ def normed_twice() -> tuple[Any, nn.Module, Tensor]:
     return autopar.plan(model, 2, example_inputs=(x,), **options), model, x
 
 
-def test_gradients_of_noise_alone_are_measured_by_what_one_rounding_of_the_weights_does() -> None:
+def test_noise_gradients_are_compared_with_the_effect_of_one_rounding_of_weights() -> None:
     plan, model, x = normed_twice()
     assert autopar.verify(plan, model, (x,)).ok
 
 
 @pytest.mark.parametrize("name", ["first.bias", "first.weight", "head.bias"])
-def test_a_gradient_that_is_off_by_more_than_its_noise_is_not_equal(
+def test_a_gradient_with_an_error_larger_than_its_noise_is_not_equal(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, model, x = normed_twice()
@@ -116,7 +115,7 @@ def test_a_gradient_that_is_off_by_more_than_its_noise_is_not_equal(
         autopar.verify(plan, model, (x,))
 
 
-def test_noise_excuses_no_error_that_the_largest_gradient_would_not(
+def test_noise_does_not_hide_errors_of_the_size_of_the_largest_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan, model, x = normed_twice()

@@ -1,4 +1,4 @@
-"""Run by `autopar run`: three steps on every rank, but rank 1 does something else at the third.
+"""A script for `autopar run`: three steps on every rank, but rank 1 departs at the third.
 
 autopar run -n 3 script_ranks.py WHAT
 """
@@ -19,7 +19,7 @@ from autopar.program.executor import Executor
 
 
 def depart(what: str) -> None:
-    """End this process in one of several ways, or come late."""
+    """End this process in one of several ways, or delay it."""
     if what == "raise":
         raise ValueError("sample 17 is broken")
     if what == "exit":
@@ -28,7 +28,7 @@ def depart(what: str) -> None:
         sys.exit(3)
     if what == "left":
         os._exit(0)
-    if what == "inside":  # of an operation that all ranks have begun
+    if what == "inside":  # in an operation that all ranks have begun
         Executor.backward = lambda *args, **kwargs: os._exit(4)
     if what.startswith("late"):
         time.sleep(float(what.split()[1]))
@@ -38,7 +38,7 @@ def depart(what: str) -> None:
 
 
 def main(what: str) -> None:
-    """Train, with one tensor of samples that a worker process of the loader loads."""
+    """Train with a tensor of samples from a data loader with one worker process."""
     torch.manual_seed(0)
     x = torch.randn(12, 16)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -1,5 +1,5 @@
-"""All that is saved beside a model comes back on any number of processes, or is refused when it
-is saved."""
+"""Objects saved together with a model are restored on any number of processes, or refused when
+they are saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER = str(Path(__file__).parent / "worker_beside.py")
 
 
 def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest difference; what is no array is equal."""
+    """Return the largest difference. Values that are not arrays must be equal."""
     assert found.keys() == wanted.keys()
     largest = 0.0
     for path, value in wanted.items():
@@ -34,7 +34,7 @@ def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """By two processes."""
+    """A checkpoint saved by two processes."""
     folder = tmp_path_factory.mktemp("saved")
     first, second = run_processes(2, WORKER, "save", str(folder))
     assert apart(first["before"], second["before"]) == 0
@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.slow
-def test_going_back_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_restoring_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, Any]]) -> None:
     told = saved[1]
     numbers = {
         when: {path: x for path, x in told[when].items() if isinstance(x, tuple)}
@@ -62,7 +62,7 @@ def test_going_back_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(
+def test_training_continues_identically_on_other_numbers_of_processes(
     num_processes: int, saved: tuple[Path, dict[str, Any]]
 ) -> None:
     folder, wanted = saved
@@ -73,7 +73,7 @@ def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
-def test_what_stages_hold_comes_back_without_stages(tmp_path: Path) -> None:
+def test_objects_saved_by_stages_are_restored_without_stages(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "save", str(tmp_path), True, True)[0]
     assert apart(told["back"], told["before"]) == 0 and apart(told["again"], told["after"]) == 0
     found = run_processes(1, WORKER, "load", str(tmp_path))[0]
@@ -86,7 +86,7 @@ def test_what_stages_hold_comes_back_without_stages(tmp_path: Path) -> None:
 
 
 def beside_the_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what follows from the model's dropout, which is another in another number of
+    """Return the values without those that depend on dropout, which differs with the number of
     microbatches."""
     return {
         path: value
@@ -95,7 +95,7 @@ def beside_the_model(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_what_one_rank_cannot_write_for_all_is_refused_and_what_to_do_instead_works(
+def test_state_that_one_rank_cannot_write_is_refused_and_the_remedy_works(
     tmp_path: Path,
 ) -> None:
     told = run_processes(2, WORKER, "refused", str(tmp_path))

@@ -1,5 +1,5 @@
-"""Buckets on real processes: gradients bit for bit as without, those of the plain model, in the
-memory that was predicted."""
+"""Buckets on real processes: gradients are bitwise equal to those without buckets and match the
+plain model, in the predicted memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, tuple[Constraint, str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
-def test_two_processes_compute_what_they_do_without_buckets(kind: str) -> None:
+def test_two_processes_give_the_same_results_with_and_without_buckets(kind: str) -> None:
     plans = {}
     for name, (constraint, hardware) in CASES[kind].items():
         model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_two_processes_compute_what_they_do_without_buckets(kind: str) -> None:
         assert facts.keys() == plans.keys()
         for fact in facts.values():
             assert fact["equal"] and not fact["missing"]
-            assert fact["gradients"] < 1e-6  # parts of the models compute in float32 themselves
+            assert fact["gradients"] < 1e-6  # parts of the models compute in float32
             predicted, seen = fact["peaks"]
             assert predicted == seen
             assert fact["collectives"][0] < fact["collectives"][1]

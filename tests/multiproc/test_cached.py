@@ -1,4 +1,4 @@
-"""Ranks whose caches hold different entries run one plan."""
+"""Ranks with different entries in their plan caches run the same plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.multiproc
 HERE = Path(__file__).parent
 
 
-def test_ranks_agree_whichever_of_them_has_the_plan(tmp_path: Path) -> None:
+def test_ranks_use_the_same_plan_whichever_of_them_has_cached_it(tmp_path: Path) -> None:
     ranks = run_processes(2, str(HERE / "worker_cached.py"), "run", str(tmp_path))
     facts = [fact for rank in ranks for fact in rank]
     assert len(facts) == 8

@@ -1,5 +1,5 @@
-"""Ranks that come with other weights train one model, the first rank's; ranks that pass other
-batches are told."""
+"""Ranks with different weights train the model of the first rank. Ranks with different batches are
+refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def facts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(
+def test_different_weights_are_replaced_by_those_of_rank_0_with_one_warning(
     facts: list[dict[str, Any]], name: str
 ) -> None:
     first, second = (fact[name] for fact in facts)
@@ -35,7 +35,7 @@ def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_not(
+def test_a_different_batch_is_refused_on_every_rank_even_after_equal_ones(
     facts: list[dict[str, Any]], name: str
 ) -> None:
     for fact in facts:
@@ -46,7 +46,7 @@ def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_n
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
-def test_random_states_that_differ_are_refused_on_every_rank(
+def test_different_random_states_are_refused_on_every_rank(
     facts: list[dict[str, Any]], name: str
 ) -> None:
     for fact in (each[name]["random"] for each in facts):
@@ -57,11 +57,11 @@ def test_random_states_that_differ_are_refused_on_every_rank(
         assert len(set(fact["losses"])) == 3
 
 
-def test_a_rank_that_changes_its_copy_of_a_parameter_alone_is_named_on_every_rank() -> None:
+def test_a_rank_that_changes_its_parameter_replica_is_named_on_every_rank() -> None:
     first, second = run_processes(2, str(HERE / "worker_equal.py"), "run_weights")
     assert first == second
     third, fourth, unchanged = first["ddp"]
-    for said in (third, fourth):  # the fourth call compares
+    for said in (third, fourth):  # the fourth call compares values
         assert said.startswith("3: rank 1 holds different values of 'layers.0.weight' from rank 0")
         assert "load_state_dict" in said
     assert unchanged == ""
@@ -80,7 +80,7 @@ def parts() -> list[dict[str, dict[str, str]]]:
         ("whole", "()", "ranks 0, 1 and 2", "ranks 0, 1, 2 and 3"),
     ],
 )
-def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
+def test_local_batches_that_differ_but_are_not_sharded_by_the_plan_are_refused(
     parts: list[dict[str, dict[str, str]]], name: str, splitters: str, usual: str, ranks: str
 ) -> None:
     for fact in (each[name] for each in parts):
@@ -90,7 +90,7 @@ def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
         assert "pass the same tensors on these ranks" in fact["other"]
 
 
-def test_parts_of_a_batch_that_the_plan_splits_over_all_ranks_may_differ(
+def test_local_batches_that_the_plan_shards_over_all_ranks_may_differ(
     parts: list[dict[str, dict[str, str]]],
 ) -> None:
     for fact in (each["data"] for each in parts):

@@ -1,5 +1,5 @@
-"""A small Mixtral on four gloo processes, experts split over two or all of them, follows the
-plain model. The processes measure."""
+"""A small Mixtral on four gloo processes, with experts sharded over two or four of them, follows
+the plain model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WISHES = {
 }
 
 
-def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() -> None:
+def test_dispatched_experts_match_the_unsharded_op_and_the_predicted_memory() -> None:
     for facts in run_processes(4, str(Path(__file__).parent / "worker_dispatch.py"), "run"):
         assert facts["wrong"] == []
         (said,) = facts["said"]

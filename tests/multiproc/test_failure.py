@@ -1,4 +1,4 @@
-"""Nothing hangs: a failing rank takes the others down with its message."""
+"""Nothing hangs: a failing rank stops the others, and its message is shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def fails_on_one_rank(rank: int) -> None:
-    """Rank 1 fails while rank 0 waits for it."""
+    """Fail on rank 1 while rank 0 waits for it."""
     if rank == 1:
         raise ValueError("rank one has a reason")
     dist.barrier()
@@ -31,7 +31,7 @@ def test_a_compiled_program_with_collectives_follows_the_plain_model() -> None:
 
 
 def compiled(rank: int) -> float:
-    """Loss and gradients under Inductor on a 2×1 mesh."""
+    """Return loss and gradients with Inductor on a 2×1 mesh."""
     from handwritten import Toy
     from worker_module import build, call, error, worst
 
@@ -46,18 +46,18 @@ def compiled(rank: int) -> float:
     )
 
 
-def test_what_this_process_has_captured_its_ranks_do_not_trace() -> None:
+def test_ranks_do_not_trace_models_that_the_parent_process_has_captured() -> None:
     nodes = captured(0)
     assert run_processes(2, __file__, "captured_untraced") == [nodes, nodes]
 
 
 def captured(rank: int) -> list[str]:
-    """Names of the nodes of a small model."""
+    """Return the names of the nodes of a small model."""
     model, batch = zoo_small.llama()
     return [node.name for node in capture(model, (), batch).graph.nodes]
 
 
 def captured_untraced(rank: int) -> list[str]:
-    """The same where tracing fails."""
+    """Return the names of the nodes although tracing fails."""
     del shared_captures._captured
     return captured(rank)

@@ -1,4 +1,4 @@
-"""Models with flex attention train on two processes as torch's dense reference does on one."""
+"""Models with flex attention train on two processes as the dense reference of torch on one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def facts() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "llama"])
-def test_loss_and_gradients_are_the_plain_models(facts: list[dict[str, Any]], kind: str) -> None:
+def test_loss_and_gradients_with_flex_attention_match_the_plain_model(
+    facts: list[dict[str, Any]], kind: str
+) -> None:
     tolerance = 1e-6 if kind == "llama" else 1e-12  # transformers computes norms in float32
     for fact in (each[kind] for each in facts):
         assert fact["loss"] < tolerance and fact["gradients"] < tolerance

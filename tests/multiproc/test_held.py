@@ -1,5 +1,5 @@
-"""On several processes a script reads, writes and mixes parameters and gradients as it does
-those of the plain model."""
+"""On several processes, a script can read, write and combine parameters and gradients as those of
+the plain model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def told(kind: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", NUM)
-def test_what_a_script_does_with_a_weight_and_its_gradient_is_what_it_does_with_the_plain_models(
+def test_script_operations_on_a_weight_and_its_gradient_match_the_plain_model(
     kind: str,
 ) -> None:
     tolerance = 1e-12 if kind == "fsdp" else 1e-6  # GPT-2 computes its loss in fp32
@@ -32,19 +32,19 @@ def test_what_a_script_does_with_a_weight_and_its_gradient_is_what_it_does_with_
     assert {case: far for case, far in apart.items() if not far < tolerance} == {}
 
 
-def test_heads_penalties_and_a_plain_optimizers_state_train_as_with_the_plain_model() -> None:
+def test_heads_penalties_and_saved_optimizer_state_train_as_with_the_plain_model() -> None:
     for each in run_processes(2, WORKER, "train"):
         assert {case: far for case, far in each.items() if not far < 1e-10} == {}
 
 
 @pytest.mark.slow
-def test_optimizers_that_look_at_whole_parameters_step_as_with_the_plain_model() -> None:
+def test_optimizers_that_read_full_parameters_step_as_with_the_plain_model() -> None:
     for each in run_processes(2, WORKER, "optimize"):
         assert {case: far for case, far in each.items() if not far < 1e-10} == {}
 
 
 @pytest.mark.slow
-def test_parameters_that_are_unfrozen_after_compile_train_as_the_plain_models() -> None:
+def test_parameters_unfrozen_after_compile_train_as_those_of_the_plain_model() -> None:
     for each in run_processes(2, WORKER, "thaw"):
         assert each["apart"] < 1e-12
         assert each["programs"] == 3, (
@@ -53,7 +53,7 @@ def test_parameters_that_are_unfrozen_after_compile_train_as_the_plain_models() 
         )
 
 
-def test_what_cannot_be_is_said_in_words() -> None:
+def test_impossible_operations_on_parameters_are_refused_with_the_reason() -> None:
     first, second = run_processes(2, WORKER, "refusals")
     assert first == second
     said = "rank 1 passed a different tensor to mul_ from rank 0, together with a sharded parameter"
@@ -63,7 +63,7 @@ def test_what_cannot_be_is_said_in_words() -> None:
 
 
 @pytest.mark.slow
-def test_the_norm_of_one_stage_is_refused_and_the_modules_own_is_the_whole_models() -> None:
+def test_the_norm_of_one_stage_is_refused_and_that_of_the_module_covers_all_stages() -> None:
     found: list[dict[str, Any]] = run_processes(2, WORKER, "stages")
     for each in found:
         assert each["apart"] < 1e-6

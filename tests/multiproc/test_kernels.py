@@ -1,5 +1,5 @@
-"""Plans with collective-overlap kernels on real processes, where these run as collective and
-product one after the other, and say so."""
+"""Plans with collective-overlap kernels on gloo processes, where they run as a collective
+followed by a product, with a log message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {  # in float64 the model computes its norms in float32 and casts, which
         REACHED,
         KERNELS,
         1e-6,
-    ),  # parts of the model compute in float32 themselves
+    ),  # parts of the model compute in float32
     "llama in float32 with norms": (
         torch.float32,
         NORMING,
@@ -36,7 +36,7 @@ CASES = {  # in float64 the model computes its norms in float32 and casts, which
 
 
 @pytest.mark.slow
-def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None:
+def test_two_processes_with_kernels_match_the_plain_model_in_the_predicted_memory() -> None:
     texts = {}
     for name, (dtype, reached, expected, _) in CASES.items():
         model, batch = zoo_small.llama(num_layers=1, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Lightning's Trainer on two processes, each of which holds half of the parameters, beside the
-plain one on one."""
+"""The Trainer of Lightning on two processes with sharded parameters, compared with the plain
+model on one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_two_processes_see_save_and_go_on_as_one(tmp_path: Path) -> None:
+def test_two_lightning_processes_log_save_and_resume_as_one(tmp_path: Path) -> None:
     wanted = trained(tmp_path / "alone", "auto")
     resumed = trained(tmp_path / "alone" / "again", "auto", tmp_path / "alone" / "epoch=0.ckpt")
     ranks = run_processes(

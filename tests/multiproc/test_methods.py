@@ -1,4 +1,5 @@
-"""Methods of the model's class work on what is trained, or say what to do instead, which works."""
+"""Methods of the model class work on the trained parameters, or are refused with a remedy that
+works."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_methods.py")
 
 
-def test_methods_read_and_write_what_is_trained() -> None:
+def test_methods_read_and_write_the_trained_parameters() -> None:
     for told in run_processes(2, WORKER, "called"):
         assert told.pop("words") == "of the class" and not told.pop("private")
         assert {kind: abs(value) < 1e-5 for kind, value in told.items()} == dict.fromkeys(
@@ -20,7 +21,7 @@ def test_methods_read_and_write_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize("stages", [False, True])
-def test_what_does_not_run_by_itself_is_refused_and_what_to_do_instead_works(stages: bool) -> None:
+def test_unsupported_methods_are_refused_and_the_remedy_works(stages: bool) -> None:
     for told in run_processes(2, WORKER, "refused", stages):
         for kind in ("decode", "part", "crop", "update_bn"):
             assert "full_state_dict" in told[kind], kind

@@ -1,5 +1,4 @@
-"""Communication beside compute on real processes: what the plain model computes, in the memory
-that was predicted."""
+"""Overlapped communication on real processes matches the plain model, in the predicted memory."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SHARDED, REPLICATED = "gpt2 fully sharded", "llama replicated"
 
 
 @pytest.mark.slow
-def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None:
+def test_two_processes_with_overlap_match_the_plain_model_in_the_predicted_memory() -> None:
     plans = {}
     for name, constraint, slowdown in (
         (SHARDED, constraints.fsdp(), 0.41),
@@ -41,6 +40,6 @@ def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None
             assert fact["starts"] > 0 and not fact["missing"]
             assert (
                 max(fact["loss"], fact["gradients"]) < 1e-6
-            )  # parts of the models compute in float32 themselves
+            )  # parts of the models compute in float32
             predicted, seen = fact["peaks"]
             assert abs(predicted - seen) <= 0.01 * seen

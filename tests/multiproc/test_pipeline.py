@@ -23,7 +23,7 @@ WORKER = str(Path(__file__).parent / "worker_pipeline.py")
 
 
 INTERLEAVED = {"schedule": "interleaved_1f1b", "microbatches": 4}
-# For so many processes: the model's kind, the mesh and the constraints of each plan.
+# By number of processes: the kind of model, the mesh and the constraints of each plan.
 PLANS: dict[int, dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]] = {
     2: {
         "three each, tied": ("gpt2:6", {"stage": 2}, (pipeline("stage", **INTERLEAVED, chunks=3),)),
@@ -72,22 +72,23 @@ def text(kind: str, mesh: dict[str, int], *constraints: Any, **options: Any) -> 
 def check(facts: list[dict[str, Any]], names: Iterable[str], *, staged: bool = True) -> None:
     for name in names:
         for fact in (f[name] for f in facts):
-            # 2e-6: both models compute their loss in float32, whatever their weights are.
+            # 2e-6: both models compute their loss in float32 for all dtypes of weights.
             assert max(fact["loss"]) < 2e-6 and max(fact["norm"]) < 2e-6 and fact["clipped"]
             assert fact["parameters"] < 1e-5 and fact["logits"] < 1e-4 and fact["scaled"] < 1e-6
             measured, predicted = fact["peak"]
             assert (
                 -0.03 < measured / predicted - 1 < 0.015
-            )  # some KB of a tiny model's 400; with torch 2.15 six fewer
+            )  # a few KB of the 400 KB of a tiny model; six fewer with torch 2.15
             assert fact["all held"] and fact["state"]
-        # Not of every rank: where a tied head is a stage of its own, the stage before it has all.
+        # Not on every rank: if a tied head is a separate stage, the stage before it has all.
         assert any(f[name]["not all here"] for f in facts) == staged
 
 
 def follow(
     num_processes: int, wanted: dict[str, tuple[str, dict[str, int], tuple[Any, ...]]]
 ) -> None:
-    """All plans in one set of processes: starting them and capturing take longer than the plans."""
+    """Run all plans in one set of processes, because starting and capturing take longer than the
+    plans."""
     plans = {
         name: text(kind, mesh, *constraints) for name, (kind, mesh, constraints) in wanted.items()
     }
@@ -98,19 +99,19 @@ def follow(
 
 
 @pytest.mark.parametrize("num_processes", PLANS)
-def test_processes_follow_the_plain_model(num_processes: int) -> None:
+def test_pipelines_on_two_processes_follow_the_plain_model(num_processes: int) -> None:
     follow(num_processes, PLANS[num_processes])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", FURTHER)
-def test_they_do_so_under_further_plans(num_processes: int) -> None:
+def test_pipelines_under_further_plans_follow_the_plain_model(num_processes: int) -> None:
     follow(num_processes, FURTHER[num_processes])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero 1", "four ranks"])
-def test_four_processes_with_several_stages_each(name: str) -> None:
+def test_four_processes_with_several_stages_each_follow_the_plain_model(name: str) -> None:
     if name == "zero 1":
         plan = text(
             "gpt2:4",
@@ -125,7 +126,7 @@ def test_four_processes_with_several_stages_each(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_parameters_gathered_per_use() -> None:
+def test_pipelines_with_parameters_gathered_per_use_follow_the_plain_model() -> None:
     plans = {
         "zero 3": text(
             "gpt2", {"data": 2, "stage": 2}, pipeline("stage", microbatches=2), fsdp("data")
@@ -137,7 +138,7 @@ def test_parameters_gathered_per_use() -> None:
 
 
 @pytest.mark.parametrize("axis", ["stage", "data"])
-def test_losses_are_divided_by_what_the_whole_batch_counts_also_by_a_buffer_on_ranks_that_do_not_read_it(  # noqa: E501
+def test_losses_are_divided_by_counts_of_the_whole_batch_on_all_ranks(
     axis: str,
 ) -> None:
     for worst in run_processes(2, str(Path(__file__).parent / "worker_weighted.py"), "run", axis):

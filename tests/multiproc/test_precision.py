@@ -1,5 +1,5 @@
-"""Mixed precision on four gloo processes: weights, gradients and optimizer state are fp32, all
-else is bf16."""
+"""Mixed precision on four gloo processes: weights, gradients and optimizer state are fp32, and
+everything else is bf16."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(way: str) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_training_follows_the_model_whose_weights_are_cast(way: str) -> None:
+def test_mixed_precision_training_follows_the_model_with_cast_weights(way: str) -> None:
     facts = run_processes(
         4, str(Path(__file__).parent / "worker_precision.py"), "run", {way: plan(way).dumps()}
     )

@@ -1,5 +1,5 @@
-"""A program on four gloo processes does what the plain model does. The processes measure, the
-tests judge."""
+"""A program on four gloo processes matches the plain model. The processes measure, and the tests
+check."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ def test_every_communication_step_equals_the_lockstep_interpreter(facts: Facts) 
     assert [fact["steps"]["wrong"] for fact in facts] == [[]] * 4
 
 
-def test_every_step_allocates_on_fake_groups_what_it_allocates_on_real_ones(facts: Facts) -> None:
+def test_every_step_allocates_the_same_memory_on_fake_and_real_groups(facts: Facts) -> None:
     assert [fact["steps"]["memory"] for fact in facts] == [[]] * 4
 
 
-def test_steps_on_dims_that_ranks_do_not_divide_move_every_element_and_allocate_what_is_predicted() -> (  # noqa: E501
-    None
-):
+def test_steps_on_indivisible_dims_move_every_element_in_the_predicted_memory() -> None:
     for fact in run_processes(4, str(HERE / "worker_uneven.py"), "run"):
         assert fact == {"wrong": [], "memory": []}
 
@@ -46,7 +44,9 @@ def test_five_optimizer_steps_follow_the_plain_model(facts: Facts, what: str) ->
     assert max(fact["training"][what] for fact in facts) < 2e-6
 
 
-def test_the_loss_is_the_one_differentiable_output_and_constants_come_back(facts: Facts) -> None:
+def test_the_loss_is_the_only_differentiable_output_and_constants_are_returned(
+    facts: Facts,
+) -> None:
     assert facts[0]["training"]["requires_grad"] == [True, False]
     assert facts[0]["training"]["note"] == "text"
 
@@ -57,7 +57,7 @@ def test_clipping_uses_the_true_global_norm_and_scales_every_gradient(facts: Fac
         assert max(fact["norms"].values()) < 2e-6
 
 
-def test_parameters_and_gradients_rest_in_the_storage_layout_and_join_to_the_models_values(
+def test_parameters_and_gradients_have_the_storage_layout_and_match_the_model(
     facts: Facts,
 ) -> None:
     for fact in facts:
@@ -69,11 +69,11 @@ def test_parameters_and_gradients_rest_in_the_storage_layout_and_join_to_the_mod
         }
 
 
-def test_names_ties_and_frozen_parameters_are_the_models(facts: Facts) -> None:
+def test_names_ties_and_frozen_parameters_match_the_model(facts: Facts) -> None:
     assert all(all(fact["names"].values()) for fact in facts)
 
 
-def test_a_checkpoint_loads_into_every_mesh_and_the_plain_model_and_training_goes_on(
+def test_a_checkpoint_loads_into_every_mesh_and_the_plain_model_and_training_continues(
     facts: Facts,
 ) -> None:
     for fact in facts:
@@ -89,23 +89,23 @@ def test_a_full_state_dict_loads_into_a_model_built_on_meta(facts: Facts) -> Non
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_supported_optimizer_computes_what_it_computes_on_the_plain_model(
+def test_a_supported_optimizer_matches_its_steps_on_the_plain_model(
     facts: Facts, name: str
 ) -> None:
     tolerance = (
         2e-5 if name == "LBFGS" else 2e-6
-    )  # fp32, which its many evaluations round; in float64 see `test_held`
+    )  # fp32, with rounding in many evaluations; `test_held` tests float64
     assert max(fact["optimizers"][name] for fact in facts) < tolerance
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_optimizer_says_why_at_its_first_step(facts: Facts, name: str) -> None:
+def test_an_unsupported_optimizer_is_refused_at_its_first_step(facts: Facts, name: str) -> None:
     assert all(REFUSED[name] in fact["optimizers"][name] for fact in facts)
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
 @pytest.mark.parametrize("batch", ["global", "local"])
-def test_the_predicted_peak_is_the_measured_one_and_nothing_is_left_behind(
+def test_the_predicted_peak_equals_the_measured_peak_and_no_memory_is_leaked(
     facts: Facts, outputs: str, batch: str
 ) -> None:
     for fact in facts:
@@ -114,7 +114,7 @@ def test_the_predicted_peak_is_the_measured_one_and_nothing_is_left_behind(
         assert left == {0}
 
 
-def test_local_batches_and_output_forms_agree_with_the_global_ones(facts: Facts) -> None:
+def test_local_batches_and_output_forms_match_the_global_ones(facts: Facts) -> None:
     for rank, fact in enumerate(facts):
         batches = fact["batches"]
         assert batches["loss"] == 0
@@ -137,7 +137,7 @@ def test_a_mesh_of_another_size_or_shape_is_refused(facts: Facts) -> None:
         assert "the program was compiled for mesh data=4,tensor=1" in fact["refusals"]["other mesh"]
 
 
-def test_every_storable_layout_joins_to_the_full_tensor_whole_and_box_by_box(facts: Facts) -> None:
+def test_every_storable_layout_joins_to_the_full_tensor(facts: Facts) -> None:
     for fact in facts:
         assert fact["strided"]["wrong"] == []
         assert fact["strided"]["count"] == 31

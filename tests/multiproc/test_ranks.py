@@ -1,4 +1,5 @@
-"""Ranks that do different things are all told so, with the rank that differs and what it did."""
+"""If ranks do different things, all of them raise an error that names the different rank and its
+operation."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def check(told: list[Told], other: int) -> None:
         pytest.param("stages", marks=pytest.mark.slow),
     ],
 )
-def test_of_two_ranks_the_one_that_departs_from_the_steps_before_is_named(
+def test_of_two_ranks_the_one_that_departs_from_the_earlier_steps_is_named(
     plan: str, tmp_path: Path
 ) -> None:
     check(run_processes(2, str(HERE / "worker_ranks.py"), "run", plan, 1, str(tmp_path)), 1)
@@ -63,7 +64,7 @@ def test_of_two_ranks_the_one_that_departs_from_the_steps_before_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "tensor"])
-def test_of_several_ranks_the_one_that_differs_from_most_is_named(
+def test_of_several_ranks_the_one_that_differs_from_the_majority_is_named(
     plan: str, tmp_path: Path
 ) -> None:
     check(run_processes(3, str(HERE / "worker_ranks.py"), "run", plan, 0, str(tmp_path)), 0)
@@ -99,7 +100,7 @@ def launched(what: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ENDS)
-def test_the_others_are_told_how_a_rank_has_ended(what: str) -> None:
+def test_the_other_ranks_report_how_a_rank_ended(what: str) -> None:
     done = launched(what)
     assert done.returncode != 0
     for rank in (0, 2):
@@ -108,6 +109,6 @@ def test_the_others_are_told_how_a_rank_has_ended(what: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_comes_late_is_waited_for() -> None:
+def test_ranks_wait_for_a_late_rank() -> None:
     done = launched("late 4")
     assert done.returncode == 0 and done.stdout.count("is done") == 3, done.stderr

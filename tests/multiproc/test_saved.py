@@ -1,5 +1,5 @@
-"""A run goes on from its checkpoint on other numbers of processes, in other layouts, and loses
-nothing."""
+"""A run resumes from its checkpoint on other numbers of processes and in other layouts without
+loss of state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER = str(Path(__file__).parent / "worker_saved.py")
 
 
 def train(num_processes: int, folder: Path, steps: int, stages: bool = False) -> dict[str, Any]:
-    """All ranks say the same, but for what each holds."""
+    """Train, and check that all ranks report the same values except for their local ones."""
     told = run_processes(num_processes, WORKER, "run", str(folder), steps, stages)
     assert all({**each, "sharded": 0} == {**told[0], "sharded": 0} for each in told)
     return told[0]
@@ -24,12 +24,12 @@ def train(num_processes: int, folder: Path, steps: int, stages: bool = False) ->
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process without a break."""
+    """A run of one process without interruption."""
     return train(1, tmp_path_factory.mktemp("alone"), ALL_STEPS)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened(
+def test_a_run_resumes_identically_on_fewer_and_on_more_processes(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     first = train(4, tmp_path, TRAINED)
@@ -50,7 +50,7 @@ def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened
 
 
 @pytest.mark.slow
-def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
+def test_a_folder_that_ranks_do_not_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "blind", str(tmp_path))
     for each in told:
         assert (
@@ -68,7 +68,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
         assert "Error" in each["a file"] and "choose a writable folder" in each["a file"]
 
 
-def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) -> None:
+def test_a_damaged_file_of_any_rank_is_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
     assert first == second
     assert (
@@ -81,7 +81,7 @@ def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) ->
     )
 
 
-def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_of_the_other_are_told(  # noqa: E501
+def test_of_two_runs_started_in_one_folder_one_continues_and_the_other_is_refused(
     tmp_path: Path,
 ) -> None:
     with ThreadPoolExecutor() as pool:
@@ -105,7 +105,7 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_
     )
 
 
-def test_ranks_write_in_the_background_and_an_error_of_one_is_raised_on_all(tmp_path: Path) -> None:
+def test_ranks_save_in_the_background_and_an_error_of_one_is_raised_on_all(tmp_path: Path) -> None:
     first, second = run_processes(2, WORKER, "background", str(tmp_path))
     for told in (first, second):
         assert told["changed"] and told["same"] and told["loaded"] == 1

@@ -1,5 +1,5 @@
-"""On several processes a gradient scaler does in stages and in microbatches what it does on one
-process: the same gradients, the same steps left out, the same scales."""
+"""A gradient scaler on several processes with stages and microbatches has the gradients, skipped
+steps and scales of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_gradients_scales_and_skipped_steps_are_those_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_gradients_of_a_tiny_loss_do_not_underflow_in_any_layout() -> None:
+def test_the_first_gradients_of_a_small_loss_do_not_underflow_in_any_layout() -> None:
     for told in run_processes(2, WORKER, "first_gradients", [*LAYOUTS]):
         assert all(error < HALF for error in told.values()), told
 
@@ -76,6 +76,6 @@ FURTHER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FURTHER)
-def test_loops_of_every_kind_follow_one_process(layout: str) -> None:
+def test_training_loops_of_every_kind_follow_one_process(layout: str) -> None:
     for told in run_processes(2, WORKER, "loops", layout, FURTHER[layout]):
         check_loops(told)

@@ -1,5 +1,4 @@
-"""Parameters that several stages hold stay one, also where some stage has no part of their
-gradient."""
+"""Parameters shared by several stages stay equal, also if a stage has no part of their gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`full_state_dict` gives what the plain model loads, and a pickle never holds one rank's parts."""
+"""The plain model loads `full_state_dict`, and a pickle never contains the shards of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKER = str(Path(__file__).parent / "worker_state_dict.py")
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "replicated"])
-def test_the_whole_state_of_any_plan_loads_into_the_plain_model_and_parts_are_not_pickled(
+def test_the_plain_model_loads_the_full_state_and_pickling_shards_is_refused(
     plan: str,
 ) -> None:
     for told in run_processes(math.prod(PLANS[plan][1].values()), WORKER, "whole", plan):
@@ -31,5 +31,5 @@ def test_the_whole_state_of_any_plan_loads_into_the_plain_model_and_parts_are_no
         )
 
 
-def test_what_every_rank_has_whole_is_pickled_as_plain_tensors() -> None:
+def test_replicated_tensors_are_pickled_as_plain_tensors() -> None:
     assert max(run_processes(2, WORKER, "replicated")) < 1e-5

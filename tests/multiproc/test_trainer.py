@@ -1,5 +1,5 @@
-"""transformers' Trainer, accelerate and peft on several processes: what one computes with the
-plain model, written once."""
+"""The Trainer of transformers, accelerate and peft on several processes match one process with
+the plain model, and files are written once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER = str(Path(__file__).parent / "worker_trainer.py")
 
 
 def wanted(folder: Path, kind: str) -> list[dict[str, float]]:
-    """What one process logs; what it saves lies in `folder`."""
+    """The logs of one process, which saves into `folder`."""
     trainer = transformers.Trainer(
         model=BUILD[kind][1](),
         args=settings(folder, **SAVED),
@@ -34,7 +34,7 @@ def wanted(folder: Path, kind: str) -> list[dict[str, float]]:
 
 
 def same(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> bool:
-    """One log after the other, entry by entry."""
+    """Assert that logs are equal, entry by entry."""
     assert [sorted(line) for line in ours] == [sorted(line) for line in theirs]
     return all(
         mine == pytest.approx(line, rel=2e-4) for mine, line in zip(ours, theirs, strict=True)
@@ -42,7 +42,9 @@ def same(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["tagger", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_two_processes_train_log_evaluate_save_and_go_on_as_one(kind: str, tmp_path: Path) -> None:
+def test_two_trainer_processes_train_log_evaluate_save_and_resume_as_one(
+    kind: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "alone"
     log = wanted(folder, kind)
     ranks: list[Any] = run_processes(2, WORKER, "trained", str(tmp_path), kind)

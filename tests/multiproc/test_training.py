@@ -1,8 +1,8 @@
 """Training real models on four gloo processes, 2×2, follows the plain model under plans with every
 kind of collective.
 
-The plans are random legal ones, chosen by seed for what is in them. The processes measure, the
-tests judge.
+The plans are random legal ones with seeds chosen for their contents. The processes measure, and the
+tests check.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plans() -> dict[str, Plan]:
 
 
 def _offloaded(model: Any, batch: Any) -> Plan:
-    """Parameters rest sharded, some on the hosts, where some of what is kept waits too."""
+    """Return a plan with sharded parameters, some of them and some activations in host memory."""
     free = autopar.plan(
         model, MESH, example_inputs=batch, hardware=quick_hosts(), constraints=(constraints.fsdp(),)
     )
@@ -90,7 +90,7 @@ def facts(plans: dict[str, Plan]) -> Facts:
 
 
 @pytest.mark.slow
-def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
+def test_the_plans_have_every_kind_of_collective_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
     assert kinds == {
         "all_gather",
@@ -112,7 +112,7 @@ def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]
 def test_steps_with_clipping_follow_the_plain_model(
     facts: Facts, plans: dict[str, Plan], kind: str
 ) -> None:
-    # 2e-6: both models compute their loss in float32, whatever their weights are.
+    # 2e-6: both models compute their loss in float32 for all dtypes of weights.
     for fact in facts:
         assert fact[kind]["hash"] == plans[kind].hash
         assert max(fact[kind]["loss"]) < 2e-6
@@ -124,7 +124,9 @@ def test_steps_with_clipping_follow_the_plain_model(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind: str) -> None:
+def test_loading_the_state_dict_of_another_module_gives_the_same_results(
+    facts: Facts, kind: str
+) -> None:
     for fact in facts:
         assert fact[kind]["state"] == {
             "keys": "<All keys matched successfully>",
@@ -133,7 +135,7 @@ def test_the_state_dict_of_one_module_makes_another_the_same(facts: Facts, kind:
         }
 
 
-def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
+def test_three_processes_train_a_model_with_indivisible_dims() -> None:
     model, batch = zoo_small.gpt2(dtype=torch.float64)
     ready = prepare(model, batch, Mesh({"a": 3}), HardwareProfile.load("cpu-gloo"))
     plan, program = random_plan(ready, 0)
@@ -149,7 +151,7 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
 
 
 @pytest.mark.slow
-def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
+def test_dropout_is_the_same_on_one_and_on_four_processes() -> None:
     model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     plan, program = random_plan(prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo")), 0)
     assert program.stages[0].collectives
@@ -160,7 +162,7 @@ def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
     torch.testing.assert_close(torch.tensor(together[0]), torch.tensor(alone), rtol=2e-6, atol=0)
 
 
-def test_heads_over_two_axes_are_one_dim_of_a_parameters_mesh(facts: Facts) -> None:
+def test_heads_over_two_axes_are_one_dim_of_the_mesh_of_a_parameter(facts: Facts) -> None:
     for fact in facts:
         assert fact[JOINED]["meshes"] == ["('a', 'b')", "('a_b',)"]
         assert fact["gpt2"]["meshes"] == ["('a', 'b')"]

@@ -1,5 +1,5 @@
-"""On several processes, too, calls of other shapes and in the other mode compute what the plain
-model does, over the same parameters."""
+"""Calls with other shapes and in the other mode on several processes match the plain model and
+share the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = str(Path(__file__).parent / "worker_variants.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan: str) -> None:
+def test_an_epoch_with_several_shapes_and_evaluation_follows_the_plain_model(plan: str) -> None:
     plain = model_of(plan)
     wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
     told = run_processes(math.prod(PLANS[plan][1].values()), WORKER, "epoch", plan)
@@ -27,7 +27,7 @@ def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan
     assert abs(wanted[0] / wanted[-2] - 1) > 1e-3, "it learns"
 
 
-def test_ranks_that_pass_batches_of_different_shapes_are_told_so() -> None:
+def test_batches_with_different_shapes_on_ranks_are_refused() -> None:
     first, second = run_processes(2, WORKER, "apart")
     assert (
         first == second
@@ -35,7 +35,7 @@ def test_ranks_that_pass_batches_of_different_shapes_are_told_so() -> None:
     )
 
 
-def test_a_batch_that_the_constraints_cannot_hold_for_is_computed_without_them() -> None:
+def test_a_batch_that_cannot_satisfy_the_constraints_is_computed_without_them() -> None:
     found = run_processes(2, WORKER, "unable")
     assert found == pytest.approx([model_of()(**batch_of(1, 16)).loss.item()] * 2, rel=1e-5)
 

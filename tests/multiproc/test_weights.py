@@ -1,5 +1,5 @@
-"""Weights come in from one model's files and go out into others', whatever the ranks hold of
-them; each rank reads its own parts."""
+"""Weights are loaded from model files and saved to model files under any sharding. Each rank
+reads only its shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_processes  # which also finds what tests share
+from harness import run_processes  # this also imports modules shared by tests
 from safetensors.torch import load_file, save_file
 from worker_weights import PLANS
 
@@ -29,7 +29,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_rank_reads_what_it_holds_and_what_is_written_is_the_whole_model(
+def test_every_rank_reads_its_shards_and_the_full_model_is_written(
     plan: str, theirs: Path, tmp_path: Path
 ) -> None:
     mesh = PLANS[plan][1]
@@ -58,7 +58,9 @@ def test_every_rank_reads_what_it_holds_and_what_is_written_is_the_whole_model(
     assert not list((tmp_path / "ours").glob(".*"))
 
 
-def test_what_one_stage_lacks_is_refused_on_all_ranks(theirs: Path, tmp_path: Path) -> None:
+def test_weights_missing_for_one_stage_are_refused_on_all_ranks(
+    theirs: Path, tmp_path: Path
+) -> None:
     here = load_file(theirs / "model.safetensors")
     last = max(name for name in here if ".h." in name)
     del here[last]

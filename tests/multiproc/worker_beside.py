@@ -1,5 +1,5 @@
-"""Run by some number of processes: what a script saves beside a model, and what comes back of it
-on other numbers of processes."""
+"""Run by any number of processes: save objects together with a model, and restore them on another
+number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = torch.linspace(-1.0, 1.0, 128).reshape(8, 16)
 
 
 class Net(nn.Module):
-    """Two layers, with dropout between, whose random numbers have to go on, too."""
+    """A model with two layers and dropout, whose random state must be restored, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Ema:
-    """Averages that are kept in a dict, as many scripts have them."""
+    """Averages of parameters in a dict, as in many scripts."""
 
     def __init__(self, module: nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -49,7 +49,7 @@ class Ema:
 
 
 class Training:
-    """A model, and all that a script may have beside it."""
+    """A model and the other objects of a training script."""
 
     def __init__(self, seed: int, *, stages: bool = False) -> None:
         torch.manual_seed(seed)
@@ -95,7 +95,7 @@ class Training:
         }
 
     def step(self) -> None:
-        """Of all of them."""
+        """Run one step of all objects."""
         self.model(X).backward()
         (self.critic(X) + self.third(X) + self.head(X).square().mean()).backward()
         for each in (self.optimizer, *self.others.values()):
@@ -108,7 +108,7 @@ class Training:
             self.others["ema"].update(self.model)
 
     def values(self) -> dict[str, Any]:
-        """Of all of them, whole."""
+        """Return the full values of all objects."""
         modules = {
             "model": self.model,
             "average": self.average.module,
@@ -135,7 +135,7 @@ class Training:
 
 
 def _flat(value: Any, path: str = "") -> Any:
-    """Numbers by path: whole, wherever they lie."""
+    """Return full values by path, on any device."""
     if isinstance(value, dict | list | tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in pairs:
@@ -154,8 +154,8 @@ def _flat(value: Any, path: str = "") -> Any:
 
 
 def save(rank: int, folder: str, stages: bool = False, background: bool = False) -> dict[str, Any]:
-    """Train, save, train on and go back: values as they were saved, as they came back, and after
-    each one's next step."""
+    """Train, save, train further and restore. Return the saved values, the restored values, and
+    both after one more step."""
     training, checkpoints = Training(1, stages=stages), autopar.Checkpoints(folder)
     training.step()
     training.step()
@@ -171,8 +171,8 @@ def save(rank: int, folder: str, stages: bool = False, background: bool = False)
 
 
 def load(rank: int, folder: str) -> dict[str, Any]:
-    """Go on in a run that has made no step, or one: what came back, and what came of the next
-    step."""
+    """Restore into a run without a step, or with one. Return the restored values and those after
+    the next step."""
     found = {}
     for name, num_steps in (("fresh", 0), ("stepped", 1)):
         training = Training(7)
@@ -202,7 +202,7 @@ def _filled(value: float) -> nn.Module:
 
 
 class Own:
-    """Has a state of this rank's own."""
+    """An object with state that differs between ranks."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -215,8 +215,8 @@ class Own:
 
 
 def refused(rank: int, folder: str) -> dict[str, str]:
-    """What each kind that one rank cannot write for all is refused with; then what its remedy
-    does."""
+    """Return the error for each kind of state that one rank cannot write, and the result of its
+    remedy."""
     checkpoints, training = autopar.Checkpoints(folder), Training(1, stages=True)
     pm, critic = training.model, training.critic
     both = torch.optim.SGD([*pm.parameters(), *critic.parameters()], 0.1)

@@ -1,5 +1,5 @@
-"""Run by processes: a plan with buckets and the same without, in turns, against the plain model
-and the predicted memory."""
+"""Run by processes: a plan with and without buckets in turns, compared with the plain model and the
+predicted memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
 
 
 def follow(kind: str, plan: Plan, rank: int) -> dict[str, Any]:
-    """Whether gradients are bit for bit those without buckets, their largest relative error, and
-    both peaks."""
+    """Return whether gradients are bitwise equal to those without buckets, their largest relative
+    error, and both peaks in bytes."""
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
     plain = copy.deepcopy(model)
     trace, mesh = capture(model, (), batch), device_mesh(plan.mesh)

@@ -1,5 +1,4 @@
-"""Run by processes: ranks with caches of their own, of which some have the plan and others do
-not."""
+"""Run by processes: ranks with separate caches, of which only some have the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from autopar.cache import store
 
 
 class Net(nn.Module):
-    """Two layers, and the mean square as the loss."""
+    """A model with two layers and the mean square as the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +26,8 @@ class Net(nn.Module):
 
 
 def run(rank: int, folder: str) -> list[dict[str, Any]]:
-    """What is compiled with empty caches, with that of rank 1 emptied, with that of rank 0
-    emptied, and with full ones."""
+    """Compile with empty caches, with an empty cache on rank 1, with an empty cache on rank 0, and
+    with full caches."""
     os.environ.update(AUTOPAR_CACHE_DIR=str(Path(folder) / str(rank)), AUTOPAR_CACHE="rules,plans")
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     facts = []

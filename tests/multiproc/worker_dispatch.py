@@ -1,5 +1,5 @@
-"""Run by four gloo processes: dispatched experts against the op that is not split; what they
-hold; as a compiler sees them."""
+"""Run by four gloo processes: dispatched experts compared with the unsharded op, their memory, and
+torch.compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM, TOKENS, EXPERTS, PICKS = 4, 13, 8, 3  # uneven: 4, 4, 4 and 1 token
 
 
 class Said(logging.Handler):
-    """Keeps what is logged."""
+    """A handler that stores log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Said(logging.Handler):
 
 
 def operands(how: str) -> tuple[Tensor, ...]:
-    """grad, x, picks, gates, up and down in small integers, so that sums are exact."""
+    """Return grad, x, picks, gates, up and down with small integers, so that sums are exact."""
     generator = torch.Generator().manual_seed(3)
 
     def whole(*shape: int) -> Tensor:
@@ -55,10 +55,10 @@ def operands(how: str) -> tuple[Tensor, ...]:
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What is not as it should be, what is logged, and bytes held at most: (measured, predicted)
-    in forward and in backward."""
+    """Return the failures, the log messages, and the peak bytes (measured, predicted) of forward
+    and backward."""
     group = NUM, dist.group.WORLD.group_name, rank, False
-    routed = *group[:-1], True  # gloo's processes do not reach each other's memory
+    routed = *group[:-1], True  # gloo processes cannot access the memory of each other
     starts = [i * EXPERTS // NUM for i in range(NUM)]
     wrong, said = [], Said()
     logging.getLogger("autopar.kernels").addHandler(said)
@@ -99,8 +99,8 @@ def run(rank: int) -> dict[str, Any]:
 def held(
     group: tuple[int, str, int, bool], starts: list[int], *, backward: bool
 ) -> tuple[int, int]:
-    """With balanced picks: what really lives at most beside the operands, and what a run on fake
-    tensors in a fake group says."""
+    """Return the peak bytes without the operands for balanced picks, measured and from a run on
+    fake tensors in a fake group."""
     step: Callable[..., Any] = (
         dispatched.experts_backward_bound if backward else dispatched.experts_bound
     )

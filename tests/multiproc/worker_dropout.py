@@ -16,7 +16,7 @@ from benchmarks.zoo import build
 
 
 def run(rank: int, plan: str | None) -> list[float]:
-    """The losses; ranks begin with different seeds of torch's, and the first one's counts."""
+    """Return the losses. Ranks start with different seeds of torch, and that of rank 0 is used."""
     model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     torch.manual_seed(7 + rank)
     loaded = Plan.loads(plan) if plan else None

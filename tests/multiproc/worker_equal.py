@@ -1,4 +1,4 @@
-"""Run by processes: models and batches that are not the same on every rank."""
+"""Run by processes: models and batches that differ between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONSTRAINTS = {"ddp": [ddp()], "fsdp": [fsdp()], "stages": [pipeline("gpu", micr
 
 
 class Net(nn.Module):
-    """Two layers, a buffer, and the mean square as the loss."""
+    """A model with two layers, a buffer, and the mean square as the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Net(nn.Module):
 
 
 def run(rank: int) -> dict[str, Any]:
-    """Per constraint the loss, what this rank holds, what rank 0's model was, and what was
-    warned of; and how batches are refused."""
+    """Return per constraint the loss, the values of this rank, the model of rank 0, the warnings,
+    and the errors for batches."""
     facts: dict[str, Any] = {}
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     for name, constraints in CONSTRAINTS.items():
@@ -65,8 +65,8 @@ def run(rank: int) -> dict[str, Any]:
 
 
 def run_parts(rank: int) -> dict[str, dict[str, str]]:
-    """Per constraint what parts of a batch are refused with that differ between ranks which
-    share them."""
+    """Return per constraint the error for local batches that differ between ranks that must have
+    equal ones."""
     torch.manual_seed(0)
     whole, model = torch.randn(8, 8), Net()
     mesh = autopar.Mesh({"data": 2, "tensor": 2})
@@ -99,8 +99,8 @@ def run_parts(rank: int) -> dict[str, dict[str, str]]:
 
 
 def run_weights(rank: int) -> dict[str, list[str]]:
-    """Per constraint, what six training steps raise of which rank 1 changes a parameter alone
-    before the third, the fourth, or none."""
+    """Return per constraint the errors of six training steps in which only rank 1 changes a
+    parameter before the third step, the fourth step, or never."""
     facts: dict[str, list[str]] = {}
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     for name, constraints in CONSTRAINTS.items():
@@ -133,15 +133,15 @@ def run_weights(rank: int) -> dict[str, list[str]]:
 
 
 class Dropping(Net):
-    """The same, with a dropout before it."""
+    """The same model with a dropout before it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
 
 def _refuse_random_states(constraints: Any, rank: int) -> dict[str, Any]:
-    """What random states that differ between ranks are refused with, and losses with those that
-    do not."""
+    """Return the error for random states that differ between ranks, and the losses with equal
+    ones."""
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     mesh = autopar.Mesh({"gpu": 2})
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def _refuse_random_states(constraints: Any, rank: int) -> dict[str, Any]:
 
 
 def _message(pm: nn.Module, batch: torch.Tensor) -> str:
-    """What a call is refused with; empty where it is not."""
+    """Return the error of a call, or an empty string."""
     try:
         pm(batch)
     except RuntimeStateError as error:
@@ -186,7 +186,7 @@ def _loss(rank: int, state: dict[str, torch.Tensor], batch: torch.Tensor) -> flo
 def _refusal(
     model: nn.Module, batch: torch.Tensor, constraints: Any, rank: int, *, after: int = 0
 ) -> str:
-    """What a batch that differs between ranks is refused with, after so many that do not."""
+    """Return the error for a batch that differs between ranks, after a number of equal batches."""
     made = autopar.compile(
         model,
         autopar.Mesh({"gpu": 2}),

@@ -1,4 +1,4 @@
-"""Run by two processes: models with flex attention, beside torch's dense reference."""
+"""Run by two processes: models with flex attention, compared with the dense reference of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES: dict[str, list[Any]] = {
 
 
 def run(rank: int) -> dict[str, dict[str, float]]:
-    """Per case how far loss and gradients are from the plain model's, and the largest gradient."""
+    """Return per case the errors of loss and gradients, and the largest gradient."""
     facts = {
         kind: compared(model_of(kind), batch_of(), constraints)
         for kind, constraints in CASES.items()

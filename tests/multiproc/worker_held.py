@@ -1,5 +1,5 @@
-"""Run by several processes: what scripts do with parameters and gradients, beside the same
-script with the plain model."""
+"""Run by several processes: operations of scripts on parameters and gradients, compared with the
+same script with the plain model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Case = Callable[[nn.Module, Tensor], Any]
 
 
 class Net(nn.Module):
-    """A body without a loss."""
+    """A model without a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def mask_of(p: Tensor) -> Tensor:
-    """The same on every rank; its shape is the parameter's."""
+    """Return a mask with the shape of the parameter, equal on every rank."""
     return torch.arange(p.numel()).reshape(tuple(p.shape)) % 3 == 0
 
 
@@ -119,7 +119,7 @@ READS: dict[str, Case] = {
 
 
 def averaged(p: Tensor) -> Tensor:
-    """A plain tensor that takes in the weight, with it and through its method."""
+    """Average the weight into a plain tensor, by a function and by a method."""
     average = ones_of(p)
     assert average.lerp_(p, 0.1) is average and type(average) is Tensor
     average += p.grad
@@ -134,8 +134,8 @@ def summed(module: nn.Module) -> Tensor:
 
 
 def clip_beside(module: nn.Module, p: Tensor) -> float:
-    """torch's function over the module's parameters and those of a plain head; the head's
-    gradient is added to the weight's."""
+    """Clip the parameters of the module and of a plain head with the function of torch, and add the
+    gradient of the head to that of the weight."""
     head = nn.Parameter(ones_of(p))
     head.grad = ones_of(p) * 2
     norm = nn.utils.clip_grad_norm_([*module.parameters(), head], 0.05)
@@ -144,7 +144,7 @@ def clip_beside(module: nn.Module, p: Tensor) -> float:
 
 
 def pair(kind: str) -> tuple[Any, nn.Module, tuple[Any, ...], dict[str, Tensor], str]:
-    """Compiled and plain module, a batch, and a weight's name."""
+    """Return the compiled and the plain module, a batch, and the name of a weight."""
     torch.manual_seed(0)
     profile = load_profile("cpu-gloo-frictionless")
     if kind == "fsdp":
@@ -176,7 +176,7 @@ def whole(x: Any) -> Tensor:
 
 
 def apart(module: nn.Module, plain: nn.Module) -> float:
-    """The largest difference of parameters and gradients."""
+    """Return the largest difference of parameters and gradients."""
     found = 0.0
     for (name, p), (_, q) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
@@ -186,7 +186,7 @@ def apart(module: nn.Module, plain: nn.Module) -> float:
 
 
 def run(rank: int, kind: str) -> dict[str, float]:
-    """By case how far from the plain model."""
+    """Return the difference from the plain model by case."""
     made, plain, args, batch, name = pair(kind)
     start, found = copy.deepcopy(plain.state_dict()), dict[str, float]()
     for model in (made, plain):
@@ -226,7 +226,7 @@ def run(rank: int, kind: str) -> dict[str, float]:
 
 
 def train(rank: int) -> dict[str, float]:
-    """Losses with penalties, heads beside a compiled body, thawing, saved state: how far from
+    """Train with penalties, a plain head, unfreezing and saved state. Return the difference from
     the plain model after some steps."""
     found: dict[str, float] = {}
     y = torch.arange(8) % 6
@@ -267,7 +267,7 @@ def train(rank: int) -> dict[str, float]:
     )
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (made, plain)]
     for step in range(3):
-        if step == 1:  # a plain run that goes on compiled
+        if step == 1:  # a plain run that continues compiled
             optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         for model, optimizer in zip((made, plain), optimizers, strict=True):
             F.cross_entropy(model(x), y).backward()
@@ -284,8 +284,8 @@ def train(rank: int) -> dict[str, float]:
 
 
 def optimize(rank: int) -> dict[str, float]:
-    """Optimizers that write through masks, take norms of rows, read numbers and join all
-    parameters: how far from the plain model."""
+    """Step with optimizers that write through masks, take norms of rows, read numbers and
+    concatenate parameters. Return the difference from the plain model."""
     found: dict[str, float] = {}
     y = torch.arange(8) % 6
     made, plain, (x,), _, _ = pair("fsdp")
@@ -315,8 +315,7 @@ def optimize(rank: int) -> dict[str, float]:
 
 
 class Trusting(torch.optim.SGD):
-    """Steps as long as the parameter, of gradients of a few ranks, as many optimizers of other
-    packages do."""
+    """An optimizer whose step depends on the norm of the parameter, as in many packages."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -339,7 +338,8 @@ def apart_values(module: nn.Module, plain: nn.Module) -> float:
 
 
 def thaw(rank: int) -> dict[str, Any]:
-    """A head first, then more and more, then another part alone: how far from the plain model."""
+    """Train the head first, then more layers, then only another part. Return the difference from
+    the plain model."""
     torch.manual_seed(0)
     plain = Net().double().requires_grad_(False)
     plain.down.requires_grad_(True)
@@ -371,7 +371,7 @@ def thaw(rank: int) -> dict[str, Any]:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What is said."""
+    """Return the errors of impossible operations."""
     made, _, (x,), _, name = pair("fsdp")
     made(x).sum().backward()
     p, found = made.get_parameter(name), dict[str, str]()
@@ -390,8 +390,8 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def stages(rank: int) -> dict[str, Any]:
-    """torch's norm over the parameters of a stage is refused, the module's own is the whole
-    model's."""
+    """Return the error of the norm of torch over the parameters of a stage, and the norm of the
+    module, which covers the whole model."""
     plain, batch = zoo_small.gpt2(num_layers=2, dtype=torch.float64)
     options: dict[str, Any] = {"hardware": load_profile("cpu-gloo-frictionless"), "outputs": "loss"}
     constraints = [autopar.constraints.pipeline("pp", microbatches=2)]

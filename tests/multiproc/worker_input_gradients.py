@@ -1,4 +1,4 @@
-"""Run by several processes: inputs that require a gradient, beside the plain model's."""
+"""Run by several processes: input gradients, compared with the plain model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STEPS, LEARNING_RATE = 3, 0.05
 
 
 def run(rank: int, plan: str) -> dict[str, float]:
-    """Largest errors of gradients of inputs: of whole batches, and of a rank's part of them
-    where there is a loss."""
+    """Return the largest errors of input gradients for global batches, and for local batches if
+    there is a loss."""
     kind, axes, asked = PLANS[plan]
     plain, batch = getattr(given_back, kind)()
     plain, batch = (
@@ -86,8 +86,7 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def apart(rank: int) -> str:
-    """What a rank is told whose input requires a gradient, or not, as the other's does not, or
-    does."""
+    """Return the error if the input requires a gradient on only one of the ranks."""
     module: Any = autopar.compile(
         nn.Linear(4, 4),
         autopar.Mesh({"a": 2}),
@@ -102,8 +101,8 @@ def apart(rank: int) -> str:
 
 
 def adversaries(rank: int) -> dict[str, list[float]]:
-    """Losses of a generator and a discriminator that are trained against each other, each a
-    module of its own, plain and distributed."""
+    """Return the losses of a generator and a discriminator that are trained against each other,
+    plain and compiled separately."""
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6)).double()
     discriminator = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).double()
@@ -157,6 +156,8 @@ def played(generator: Any, discriminator: Any, noise: Tensor, real: Tensor) -> l
         fooled.backward()
         optimizers[0].step()
         losses += [score.item(), fooled.item()]
-        for optimizer in optimizers:  # of the discriminator also what the generator's loss left
+        for (
+            optimizer
+        ) in optimizers:  # the discriminator also has gradients of the loss of the generator
             optimizer.zero_grad()
     return losses

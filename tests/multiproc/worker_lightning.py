@@ -1,4 +1,4 @@
-"""Run by some number of processes: Lightning's Trainer with a compiled model."""
+"""Run by any number of processes: the Trainer of Lightning with a compiled model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import autopar
 
 
 def launched(rank: int) -> None:
-    """As torchrun tells processes of each other."""
+    """Set the environment variables of torchrun."""
     world = str(dist.get_world_size())
     os.environ.update(
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -23,8 +23,8 @@ def launched(rank: int) -> None:
 
 
 def run(rank: int, folder: str) -> list[dict[str, Any]]:
-    """A run on parameters that are split, from other random numbers on each rank, and one that
-    goes on from its first checkpoint."""
+    """Run with sharded parameters and different random states on ranks, and resume from the first
+    checkpoint."""
     launched(rank)
     warnings.simplefilter("ignore")
     options = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}

@@ -1,5 +1,5 @@
-"""Run by some number of processes: the model's own methods on a compiled module, and what their
-refusals say to do instead."""
+"""Run by any number of processes: methods of the model on a compiled module, and the remedies of
+their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.linspace(-1.0, 1.0, 128, dtype=torch.float64).reshape(8, 16)
 
 
 class Net(nn.Module):
-    """With methods such as training scripts call."""
+    """A model with methods that training scripts call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Net(nn.Module):
 
 
 def made(stages: bool = False) -> tuple[Any, Any]:
-    """A plain model and the compiled one."""
+    """Return a plain model and the compiled one."""
     torch.manual_seed(0)
     plain = Net().double()
     cut = autopar.constraints.pipeline("gpu", microbatches=1)
@@ -103,7 +103,8 @@ def step(module: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def called(rank: int) -> dict[str, Any]:
-    """What methods do, against the plain model's; largest differences where they are numbers."""
+    """Return the results of methods, as the largest differences from the plain model for
+    numbers."""
     plain, module = made()
     for each in (plain, module):
         optimizer = each.configure_optimizers(0.05)
@@ -141,7 +142,7 @@ def apart(module: Any, plain: nn.Module) -> float:
 
 
 def refused(rank: int, stages: bool) -> dict[str, Any]:
-    """What is refused, and what comes of what to do instead."""
+    """Return the errors and the results of their remedies."""
     model, module = made(stages)
     optimizer = module.configure_optimizers(0.05)
     step(module, optimizer)

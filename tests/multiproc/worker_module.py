@@ -1,4 +1,4 @@
-"""Run by four processes: the hand-written program as a `ParallelModule`, against the plain
+"""Run by four processes: the handwritten program as a `ParallelModule`, compared with the plain
 model."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def worst(a: nn.Module, b: nn.Module, *, gradients: bool = False) -> float:
-    """Largest relative difference of parameters or gradients."""
+    """Return the largest relative difference of parameters or gradients."""
     theirs = dict(b.named_parameters())
     pairs = [
         (p.grad, theirs[n].grad) if gradients else (p, theirs[n]) for n, p in a.named_parameters()
@@ -78,7 +78,7 @@ def message(action: Any) -> str:
 
 
 def training(rank: int) -> dict[str, Any]:
-    """Five AdamW steps with clipping, beside the plain model."""
+    """Run five AdamW steps with clipping, compared with the plain model."""
     plain, parallel = Toy(), build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, parallel)]
     errors: dict[str, float] = {"loss": 0.0, "logits": 0.0, "gradients": 0.0, "norm": 0.0}
@@ -117,7 +117,8 @@ def norms(rank: int) -> dict[str, float]:
 
 
 def storage(rank: int) -> dict[str, Any]:
-    """Parameters rest as `split` orders them, and join to the model's values."""
+    """Check that parameters are stored as `split` orders them, and join to the values of the
+    model."""
     parallel, plain = build(), Toy()
     (target,) = program().stages
     local, full, grads = [], [], []
@@ -153,8 +154,8 @@ def names(rank: int) -> dict[str, Any]:
 
 
 def checkpoints(rank: int, folder: str) -> dict[str, Any]:
-    """Model and optimizer from 2×2 into 2×2, 4×1, 1×4 and the plain model, each then trained one
-    step further."""
+    """Load model and optimizer from 2×2 into 2×2, 4×1, 1×4 and the plain model, and train each
+    for one more step."""
     plain, parallel = Toy(), build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, parallel)]
     advance(plain, optimizers[0])
@@ -191,7 +192,7 @@ def checkpoints(rank: int, folder: str) -> dict[str, Any]:
 
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step, of several evaluations where the optimizer takes some."""
+    """Run one step, with several evaluations if the optimizer needs them."""
 
     def evaluate() -> torch.Tensor:
         optimizer.zero_grad()
@@ -208,7 +209,7 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def loading(rank: int) -> dict[str, Any]:
-    """Full state dicts go in; a model on meta gets its values so."""
+    """Load full state dicts, also into a model on meta."""
     plain = Toy()
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -227,8 +228,8 @@ def loading(rank: int) -> dict[str, Any]:
 
 
 def optimizers(rank: int) -> dict[str, Any]:
-    """Three steps of each optimizer beside the plain model; those refused say why. From the second
-    step on, local tensors take it (`autopar.runtime.optimizers`)."""
+    """Run three steps of each optimizer, compared with the plain model, or return the error. From
+    the second step on, steps run on local tensors (`autopar.runtime.optimizers`)."""
     result: dict[str, Any] = {}
     for name in (*SUPPORTED, *REFUSED):
         plain, parallel = Toy(), build()
@@ -248,7 +249,7 @@ def optimizers(rank: int) -> dict[str, Any]:
 
 
 def memory(rank: int) -> dict[str, Any]:
-    """Predicted and measured bytes, and what is left after each of ten steps."""
+    """Return predicted and measured bytes, and the bytes left after each of ten steps."""
     result: dict[str, Any] = {}
     for outputs in ("full", "local", "dtensor"):
         for mode in ("global", "local"):
@@ -278,16 +279,15 @@ def memory(rank: int) -> dict[str, Any]:
 
 
 def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[int]]:
-    """The peak, and the bytes that each of ten steps left behind.
+    """Return the peak, and the bytes that each of ten steps left.
 
-    gloo's thread may hold an operand for a moment after the wait, so the least of the peaks counts,
-    and what is left is counted when that thread has had time to let go.
-    """
-    gc.disable()  # a reference cycle must not be cleaned up behind the test's back
+    The gloo thread may keep an operand for a moment after the wait. So the least of the peaks
+    counts, and the bytes left are counted after a pause."""
+    gc.disable()  # a reference cycle must not be collected during the test
     peaks, left = set(), set()
     for _ in range(
         16
-    ):  # calls 1, 2, 4, 8 and 16 compare batches between ranks, which is no part of a step
+    ):  # calls 1, 2, 4, 8 and 16 compare batches between ranks, which is not part of a step
         parallel(values[0], target=values[1])["loss"].backward()
         parallel.zero_grad()
     with LiveBytes() as live:
@@ -309,7 +309,7 @@ def measured(parallel: ParallelModule, values: list[Tensor]) -> tuple[int, set[i
 
 
 def batches(rank: int) -> dict[str, Any]:
-    """Local batches and output forms."""
+    """Return results of local batches and of all output forms."""
     whole_outputs = call(build())
     local = build(batch="local", outputs="local")
     dtensor = call(build(outputs="dtensor"))["logits"]
@@ -329,7 +329,7 @@ def batches(rank: int) -> dict[str, Any]:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What does not fit is refused, on every rank."""
+    """Return the errors of impossible calls on every rank."""
     devices = device_mesh(Mesh({"data": 2, "tensor": 2}))
     differing = program(plan_hash="a" if rank != 2 else "b")
     return {
@@ -340,15 +340,15 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def layouts_of(view: tuple[int, ...]) -> list[Layout]:
-    """Every layout over two axes that divides the view."""
+    """Return every layout over two axes that divides the view."""
     choices = product([Replicate(), *(Shard(d) for d in range(len(view)))], repeat=2)
     layouts = {Layout(choice, order) for choice in choices for order in permutations(range(2))}
     return sorted((layout for layout in layouts if layout.divides(view, (2, 2))), key=str)
 
 
 def strided(rank: int) -> dict[str, Any]:
-    """Every layout of a fused and of a plain weight: what `storable` allows joins to the full
-    tensor, also box by box."""
+    """Check for every layout of a fused and of a plain weight that a layout allowed by `storable`
+    joins to the full tensor, also box by box."""
     devices = device_mesh(Mesh({"data": 2, "tensor": 2}))
     result: dict[str, Any] = {"wrong": [], "refused": [], "count": 0}
     for shape, view in (((8, 8), (8, 8)), ((4, 24), (4, 3, 8)), ((24, 4), (3, 8, 4))):
@@ -371,8 +371,8 @@ def strided(rank: int) -> dict[str, Any]:
 
 
 def boxes_cover(stored: CheckpointTensor, full: Tensor) -> bool:
-    """Whether the boxes hold the full tensor's values at their places, and each local element
-    once."""
+    """Return whether the boxes have the values of the full tensor at their positions, and each
+    local element once."""
     rebuilt = torch.full_like(full, -1.0)
     for chunk in stored.__create_chunk_list__():
         place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -385,7 +385,7 @@ CHECKS = (training, norms, storage, names, loading, optimizers, memory, batches,
 
 
 def run(rank: int, folder: str) -> dict[str, Any]:
-    """All facts, for the tests to judge; the steps' come along to save a start."""
+    """Return all facts that the tests check. Those of the steps are included to save a start."""
     facts: dict[str, Any] = {"steps": worker_steps.run(rank)}
     for check in CHECKS:
         facts[check.__name__] = check(rank)

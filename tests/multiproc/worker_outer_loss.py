@@ -1,5 +1,5 @@
-"""Run by several processes: a loss of the outputs, computed by the user on every rank, beside
-the plain model's."""
+"""Run by several processes: an outer loss computed on every rank, compared with the plain
+model."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def follow(plan: str, outputs: str) -> dict[str, Any]:
 
 
 def largest(errors: Iterable[Tensor]) -> float:
-    """NaN where one is: Python's `max` passes over it."""
+    """Return the largest value, or NaN if one is NaN, which `max` of Python would skip."""
     return float(torch.stack(list(errors)).max())
 
 
 def loss_of(found: dict[str, Tensor]) -> Tensor:
-    """A number that every differentiable output has a part in; what is added up has a weight of
-    its own per element."""
+    """Return a scalar that depends on every differentiable output, with a different weight per
+    element."""
     return torch.stack(
         [
             (weights(name, x.shape).to(x) * x).sum() + x.pow(2).sum() / math.prod(x.shape)
@@ -119,7 +119,7 @@ def _loss_of_parts(module: Any, found: dict[str, Tensor]) -> Tensor:
 
 
 def _named(returned: Any) -> dict[str, Tensor]:
-    """Outputs that have a gradient, or would, by path."""
+    """Return the differentiable outputs by path."""
     pairs = returned.items() if hasattr(returned, "items") else [("", returned)]
     return {name: x for name, x in pairs if isinstance(x, Tensor) and x.is_floating_point()}
 
@@ -138,7 +138,7 @@ def _shape(module: Any, tensor: Any) -> tuple[int, ...]:
 
 
 class Heads(nn.Module):
-    """Two heads, of which a loss may use one."""
+    """A model with two heads. A loss may use only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,8 @@ class Heads(nn.Module):
 
 
 def heads(rank: int) -> list[Any]:
-    """Errors of gradients with one head, both, and the other; parameters that have none."""
+    """Return errors of gradients with one head, both heads and the other head, and the parameters
+    without a gradient."""
     torch.manual_seed(0)
     plain, x = Heads().double(), torch.randn(8, 8, dtype=torch.float64)
     options: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": (constraints.ddp(),)}
@@ -176,7 +177,7 @@ def heads(rank: int) -> list[Any]:
 
 
 def expanded(rank: int) -> float:
-    """The error of gradients that begin with one number for a whole output."""
+    """Return the error of gradients that begin with an expanded scalar."""
     torch.manual_seed(0)
     plain, x = nn.Linear(8, 4), torch.randn(8, 8)
     module: Any = autopar.compile(
@@ -188,7 +189,7 @@ def expanded(rank: int) -> float:
 
 
 def apart(rank: int) -> str:
-    """What a loss that ranks compute differently is told."""
+    """Return the error of a loss that differs between ranks."""
     torch.manual_seed(0)
     x = torch.randn(8, 8)
     module: Any = autopar.compile(

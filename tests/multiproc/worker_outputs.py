@@ -1,4 +1,4 @@
-"""Run by two processes: what is read of outputs beside a loss, in evaluation and in training."""
+"""Run by two processes: read outputs other than the loss in evaluation and in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANS = {
 
 
 class Classifier(nn.Module):
-    """Returns its loss and its logits."""
+    """A model that returns its loss and its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def model_and_batch() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 def metrics(logits: Any, y: Tensor) -> list[float]:
-    """As a script computes them that knows of one process."""
+    """Compute metrics as a script written for one process."""
     return [
         logits.argmax(-1).float().mean().item(),
         float((logits.argmax(-1) == y).float().mean()),
@@ -46,7 +46,7 @@ def metrics(logits: Any, y: Tensor) -> list[float]:
 def evaluation(
     rank: int, plan: str, *, inference: bool = False, **options: Any
 ) -> tuple[list[float], str]:
-    """Metrics of an evaluation, and how its plan says that outputs come."""
+    """Return the metrics of an evaluation, and the form of outputs in its plan."""
     model, batch = model_and_batch()
     options = {
         "constraints": PLANS[plan],
@@ -91,7 +91,7 @@ def scarce(rank: int) -> tuple[bool, str, Any]:
 
 
 class Wide(nn.Module):
-    """Its output is the largest of all that is there."""
+    """A model whose output is its largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Run by two processes: plans with communication beside compute, against the plain model, and
-their memory against the prediction."""
+"""Run by two processes: plans with overlapped communication, compared with the plain model, and
+their memory compared with the prediction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.runtime.module import ParallelModule
 
 
 def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
-    """By name: the model's kind, and its dtype where that is not double precision."""
+    """Run by name: the kind of model, and its dtype if it is not float64."""
     dtypes = {name: torch.float32 if "float32" in name else torch.float64 for name in plans}
     return {
         name: follow(name.split()[0], Plan.loads(text), rank, dtypes[name])
@@ -30,7 +30,7 @@ def run(rank: int, plans: dict[str, str]) -> dict[str, Any]:
 
 
 def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Relative errors of loss and gradients, how many steps are started early, and both peaks."""
+    """Return relative errors of loss and gradients, the number of early steps, and both peaks."""
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=dtype)
     plain = copy.deepcopy(model)
     program = emit(capture(model, (), batch), plan)

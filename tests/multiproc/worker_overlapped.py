@@ -1,5 +1,5 @@
-"""Run by three gloo processes: the overlapped products, which have no shared memory there, and
-what they log."""
+"""Run by three gloo processes: overlapped products without shared memory, and their log
+messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.ops.norms import RmsNorm
 
 
 def run(rank: int) -> dict[str, Any]:
-    """Whether results and gradients are those of the reference, and the log's messages."""
+    """Return whether results and gradients match the reference, and the log messages."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

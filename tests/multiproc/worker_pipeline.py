@@ -1,4 +1,5 @@
-"""Run by two and four processes: pipelines on torch's schedules, beside the plain model."""
+"""Run by two and four processes: pipelines on the schedules of torch, compared with the plain
+model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def run(rank: int, plans: dict[str, tuple[str, str]]) -> dict[str, Any]:
 
 
 def built(kind: str) -> zoo_small.Built:
-    """A model in float64 by name, as ``llama`` or, with another number of layers, ``llama:4``."""
+    """Build a float64 model by name: ``llama``, or ``llama:4`` for another number of layers."""
     name, _, layers = kind.partition(":")
     return getattr(zoo_small, name)(num_layers=int(layers or 2), dtype=torch.float64)  # type: ignore[no-any-return]
 
@@ -94,7 +95,7 @@ def _scaled(module: Any, batch: dict[str, Any]) -> float:
 
 
 def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
-    """Live bytes of a step at their most, measured and predicted, without the optimizer's state."""
+    """Return the peak live bytes of a step, measured and predicted, without optimizer state."""
     assert plan.pipeline is not None
     ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
     chunks = [stage.prediction for stage in plan.pipeline.stages[module._stage_rank :: ranks]]
@@ -111,7 +112,7 @@ def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
 
 
 def _round_trip(kind: str, plan: Plan, batch: dict[str, Any], module: Any) -> bool:
-    """A fresh module with other weights takes the state, and then computes the same loss."""
+    """Load the state into a new module with other weights, and check that the loss is the same."""
     other, _ = built(kind)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -1,5 +1,5 @@
-"""Run by processes: training with parameters that rest in fp32 and are read in bf16, beside a
-reference that casts them itself."""
+"""Run by processes: training with parameters stored in fp32 and read in bf16, compared with a
+reference that casts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def follow(kind: str, plan: Plan) -> dict[str, Any]:
     facts: dict[str, Any] = {"loss": [], "norm": [], "dtypes": set()}
     ours, theirs = (
         torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (module, plain)
-    )  # Adam would see signs
+    )  # Adam would use only the signs
     for _ in range(STEPS):
         loss = module(**batch).loss
         loss.backward()

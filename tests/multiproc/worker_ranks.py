@@ -1,4 +1,4 @@
-"""Run by processes: one does something else than the others, which all are told, and go on."""
+"""Run by processes: one rank departs from the others, all ranks raise an error, and continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Action = Callable[[], object]
 
 
 class Net(nn.Module):
-    """Two layers, and the mean square as the loss."""
+    """A model with two layers and the mean square as the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class Training:
         self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1)
 
     def step(self, batch: Tensor | None = None, **kwargs: Any) -> None:
-        """One step, of the usual batch or another one."""
+        """Run one step with the usual or another batch."""
         self.module(self.batch if batch is None else batch, **kwargs).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def evaluate(self) -> None:
-        """A call without gradients."""
+        """Call the model without gradients."""
         with torch.no_grad():
             self.module(self.batch)
 
 
 def refusal(action: Action) -> tuple[str, tuple[int, ...]]:
-    """What a rank is told, and of which ranks."""
+    """Return the error of a rank, and the ranks that it names."""
     try:
         action()
     except RankError as error:
@@ -68,7 +68,7 @@ def refusal(action: Action) -> tuple[str, tuple[int, ...]]:
 
 
 def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What each rank is told where the rank `other` does something else, by what it does."""
+    """Return the errors of each rank if the rank `other` departs, by its operation."""
     training, checkpoints = Training(plan), autopar.Checkpoints(Path(folder))
     module, batch, told = training.module, training.batch, {}
 

@@ -9,7 +9,7 @@ from autopar.kernels import routed
 
 
 def run(rank: int) -> list[str]:
-    """What is not as the reference has it."""
+    """Return the differences from the reference."""
     generator = torch.Generator().manual_seed(1)
     xs = [torch.randn(count, 4, generator=generator) for count in (0, 5, 3)]
     experts = [torch.randint(0, 6, (len(x), 2), generator=generator) for x in xs]

@@ -1,5 +1,5 @@
-"""Run by some number of processes: a model with dropout is trained, saved, and goes on among
-another number of processes."""
+"""Run by any number of processes: train a model with dropout, save it, and resume on another
+number of processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def blind(rank: int, folder: str) -> dict[str, str]:
 
 
 def damaged(rank: int, folder: str) -> list[str]:
-    """What loading says of a bit that is flipped in each rank's own file, one after the other."""
+    """Return the errors of loading after a bit is flipped in the file of each rank in turn."""
     model, batch = build("gpt2", n_layer=1)
     module = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     checkpoints = autopar.Checkpoints(folder)

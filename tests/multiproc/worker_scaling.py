@@ -1,5 +1,5 @@
-"""Run by several processes: gradient scalers in stages and in microbatches, beside one process
-with the plain model."""
+"""Run by several processes: gradient scalers with stages and microbatches, compared with one
+process and the plain model."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def made(build: Callable[[], nn.Module], name: str, **options: Any) -> tuple[nn.Module, Any]:
-    """The plain model, and a compiled copy."""
+    """Return the plain model and a compiled copy."""
     num, asked = LAYOUTS[name]
     torch.manual_seed(0)
     plain = build()
@@ -160,7 +160,7 @@ Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """One optimizer for matrices, another for vectors."""
+    """Return one optimizer for matrices and another for vectors."""
     own = [list(p for p in model.parameters() if (p.dim() > 1) == wide) for wide in (True, False)]
     return [torch.optim.SGD(own[0], 0.02), torch.optim.AdamW(own[1], 1e-3)]
 

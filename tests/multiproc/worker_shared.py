@@ -24,7 +24,7 @@ class Siamese(nn.Module):
 
 
 def run(rank: int, frozen: bool) -> dict[str, Any]:
-    """Losses and weights after some steps, against the plain model's."""
+    """Return losses and weights after some steps, compared with the plain model."""
     torch.manual_seed(0)
     model, batch = Siamese(), {"u": torch.randn(6, 8), "v": torch.randn(6, 8)}
     model.encoder[0].weight.requires_grad_(not frozen)

@@ -1,4 +1,4 @@
-"""Run by several processes: stages of a model that returns no loss, beside the plain model."""
+"""Run by several processes: stages of a model without a loss, compared with the plain model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _refusal_of_second_derivatives(module: Any, batch: dict[str, Tensor]) -> str
 
 
 def _peak(module: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Live bytes of a step at their most, measured and predicted, without the optimizer's state."""
+    """Return the peak live bytes of a step, measured and predicted, without optimizer state."""
 
     def step() -> None:
         outputs = [x for x in named(module(**batch)).values() if x.requires_grad]
@@ -119,7 +119,7 @@ def named(returned: Any) -> dict[str, Tensor]:
 
 
 def loss_of(returned: Any) -> Tensor:
-    """A number in which every element has a weight of its own."""
+    """Return a scalar with a different weight per element."""
     terms = []
     for x in named(returned).values():
         weights = torch.linspace(-1, 1, math.prod(x.shape), dtype=x.dtype).reshape(x.shape)
@@ -270,7 +270,7 @@ class Transposed(nn.Module):
 
 
 def changed(rank: int) -> str:
-    """What is said where an output was changed that the first stage's backward reads."""
+    """Return the error for a changed output that backward of the first stage reads."""
     plain, batch = built("layers")
     asked = (constraints.pipeline("stage", microbatches=1, cuts=["layers.3"]),)
     module: Any = autopar.compile(
@@ -286,7 +286,7 @@ def changed(rank: int) -> str:
 
 
 def apart(rank: int) -> str:
-    """What a loss that ranks compute differently is told."""
+    """Return the error of a loss that differs between ranks."""
     plain, batch = built("layers")
     asked = (constraints.pipeline("stage", microbatches=2),)
     module: Any = autopar.compile(

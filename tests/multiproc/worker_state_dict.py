@@ -1,5 +1,5 @@
-"""Run by some number of processes: a compiled module's state as plain tensors, and what pickles
-say of its parts."""
+"""Run by any number of processes: the state of a compiled module as plain tensors, and errors of
+pickling its shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS: dict[str, tuple[Any, dict[str, int]]] = {
 
 
 def train(module: Any, batch: Any) -> torch.optim.Optimizer:
-    """Two steps."""
+    """Run two steps."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for _ in range(2):
         module(**batch).loss.backward()
@@ -99,7 +99,7 @@ def replicated(rank: int) -> float:
 
 
 def saved(action: Callable[[], object]) -> str:
-    """What it is refused with; empty where it is not."""
+    """Return the error, or an empty string."""
     try:
         action()
     except RuntimeStateError as error:

@@ -1,5 +1,5 @@
-"""Run by four processes: communication steps against the lockstep interpreter, and their memory
-against fake groups."""
+"""Run by four processes: communication steps compared with the lockstep interpreter, and their
+memory compared with fake groups."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def program_of(
 
 
 def in_lockstep(target: Callable[..., Any], arguments: tuple[Any, ...], x: Tensor) -> list[Tensor]:
-    """The step's result on every rank, from the interpreter."""
+    """Return the result of the step on every rank, from the interpreter."""
     seen: list[Any] = []
 
     def observe(phase: str, node: fx.Node, locals: list[Any]) -> None:
@@ -99,7 +99,7 @@ def in_lockstep(target: Callable[..., Any], arguments: tuple[Any, ...], x: Tenso
 def peak(
     call: Callable[[Tensor], Tensor], x: Tensor
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Peak live bytes, shape and strides of a step on `x`."""
+    """Return peak live bytes, shape and strides of a step on `x`."""
     with LiveBytes() as memory:
         memory.register([x])
         result = call(x)
@@ -144,7 +144,7 @@ def run(rank: int) -> dict[str, Any]:
 
 
 def early(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The step as its start and its finish, with something else between them."""
+    """Run the step as start and finish, with another op between them."""
 
     def call(x: Tensor, *arguments: Any) -> Tensor:
         started = steps.start(x, target.__name__, *arguments)

@@ -1,4 +1,4 @@
-"""Run by some number of processes: transformers' Trainer, accelerate and peft on compiled
+"""Run by any number of processes: the Trainer of transformers, accelerate and peft on compiled
 modules."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def stepped(rank: int) -> dict[str, Any]:
 
 
 def loop(accelerator: Any, make: Any) -> list[tuple[float, float, float]]:
-    """Two epochs of shuffled batches, the last of them smaller."""
+    """Run two epochs of shuffled batches with a smaller last batch."""
     loader = torch.utils.data.DataLoader(
         samples(10, 1), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
     )

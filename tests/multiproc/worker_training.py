@@ -1,4 +1,4 @@
-"""Run by four processes: `autopar.compile` on real models with given plans, beside the plain
+"""Run by four processes: `autopar.compile` on real models with given plans, compared with the plain
 model."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def follow(kind: str, plan: Plan, num_layers: int) -> dict[str, Any]:
 def _round_trip(
     kind: str, num_layers: int, batch: dict[str, torch.Tensor], module: Any
 ) -> dict[str, Any]:
-    """A fresh module with other weights takes the state, and then computes the same loss."""
+    """Load the state into a new module with other weights, and check that the loss is the same."""
     other, _ = getattr(zoo_small, kind)(num_layers=num_layers, dtype=torch.float64)
     with torch.no_grad():
         for parameter in other.parameters():

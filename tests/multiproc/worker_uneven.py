@@ -1,4 +1,4 @@
-"""Run by four processes: communication steps on dims that four does not divide."""
+"""Run by four processes: communication steps on dims that are not divisible by four."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MESH, SHAPE = Mesh({"a": 4}), (7, 10, 11)
 
 
 def part(full: Tensor, dim: int | None, rank: int) -> Tensor:
-    """This rank's part of the tensor, split in `dim`."""
+    """Return the shard of this rank, split in `dim`."""
     layout = Layout.parse("R" if dim is None else f"S({dim})")
     return local_part(full, layout, MESH.shape, full.shape, (rank,)).contiguous()
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What came out wrong, and where real and fake groups allocate differently."""
+    """Return wrong results, and differences of allocations between real and fake groups."""
     full = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     addends = torch.randint(-9, 9, (4, *SHAPE), generator=torch.Generator().manual_seed(1)).float()
     cases: dict[str, tuple[Any, Tensor, tuple[Any, ...], Tensor]] = {}

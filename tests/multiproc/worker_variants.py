@@ -1,5 +1,5 @@
-"""Run by some number of processes: an epoch whose batches have several lengths and sizes, with
-evaluation between."""
+"""Run by any number of processes: an epoch with batches of several lengths and sizes, and
+evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_of(samples: int, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    """The loss of each call, and after each step that of another batch in eval mode."""
+    """Return the loss of each call, and after each step that of another batch in eval mode."""
     losses = []
     for samples, tokens in CALLS:
         module.train()
@@ -75,7 +75,7 @@ def epoch(rank: int, plan: str) -> dict[str, Any]:
 
 
 def apart(rank: int) -> str:
-    """What ranks say that pass batches of different shapes."""
+    """Return the error of ranks that pass batches of different shapes."""
     module: Any = autopar.compile(
         model_of(),
         autopar.Mesh({"gpu": 2}),
@@ -118,7 +118,7 @@ def captures(rank: int, num_microbatches: int) -> list[tuple[int, bool]]:
 
 
 def refused(rank: int) -> str:
-    """What is raised on this rank where the model cannot be captured."""
+    """Return the error on this rank if the model cannot be captured."""
     model = model_of()
     model.forward = lambda input_ids, labels: {}[str(input_ids)]  # type: ignore[assignment]
     try:
@@ -129,7 +129,7 @@ def refused(rank: int) -> str:
 
 
 def unable(rank: int) -> float:
-    """The loss of a batch of one sample, which data parallelism cannot split."""
+    """Return the loss of a batch of one sample, which data parallelism cannot split."""
     constraints = (autopar.constraints.ddp(),)
     options: dict[str, Any] = {
         "hardware": "cpu-gloo",

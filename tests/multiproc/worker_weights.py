@@ -1,5 +1,5 @@
-"""Run by some number of processes: weights come in from files and go out again, whatever the
-ranks hold of them."""
+"""Run by any number of processes: load weights from files and save them again under any
+sharding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def there_and_back(rank: int, plan: str, theirs: str, ours: str) -> dict[str, An
 
 
 def refused(rank: int, folder: str) -> list[str]:
-    """What each rank says where weights do not fit what one stage alone has, and where a folder
+    """Return the error of each rank for weights that do not fit one stage, and for a folder that
     is a file."""
     model, batch = build("gpt2")
     stages = (autopar.constraints.pipeline("gpu", microbatches=2),)

@@ -1,4 +1,4 @@
-"""Makes ``tests/support`` importable, here and in spawned processes."""
+"""Make ``tests/support`` importable, in this process and in spawned processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on the package's structure (`autopar/README.md`) names what is there."""
+"""The page on the structure of the package (`autopar/README.md`) matches the package."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STEPS = re.findall(r"│  ([a-z_.]+)", FLOW) + re.findall(
 )
 
 
-def test_the_flow_has_a_function_per_step() -> None:
+def test_each_step_of_the_flow_has_a_function() -> None:
     assert len(STEPS) >= 7
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_each_function_and_type_of_the_flow_is_there(name: str) -> None:
+def test_each_function_and_type_of_the_flow_exists(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     assert hasattr(importlib.import_module(f"autopar.{module}"), attribute)
 
@@ -35,7 +35,7 @@ def test_each_package_has_a_row_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_/]+\.py|[a-z_]+/)`", PAGE))))
-def test_each_file_that_is_named_is_there(path: str) -> None:
+def test_each_named_file_exists(path: str) -> None:
     root = (
         PACKAGE.parent if path.startswith(("tests/", "autopar_csrc/", "cost_models/")) else PACKAGE
     )

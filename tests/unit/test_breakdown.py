@@ -1,4 +1,5 @@
-"""What a plan says per module: the words for layouts and parallelism, and sums that add up."""
+"""The breakdown of a plan by modules: descriptions of layouts and parallelism, and sums that
+match the prediction."""
 
 from __future__ import annotations
 
@@ -52,13 +53,13 @@ def parts() -> dict[str, ModulePart]:
         ("sum", "S(0) S(1) -> P P", ("data", "sequence")),
     ],
 )
-def test_the_parallelism_of_an_op_follows_from_its_layouts(
+def test_the_parallelism_of_an_op_is_derived_from_its_layouts(
     op: str, layouts: str, expected: tuple[str, ...]
 ) -> None:
     assert tuple(parallelism_of(op, strategy(layouts), axis) for axis in (0, 1)) == expected
 
 
-def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(
+def test_parts_are_labelled_with_the_parallelism_of_their_layouts(
     parts: dict[str, ModulePart],
 ) -> None:
     said = {module: label(part, NAMES) for module, part in parts.items()}
@@ -69,14 +70,14 @@ def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(
     assert said["net.head"] == "data over node, sequence over gpu; weights ZeRO-3 over node"
 
 
-def test_repeated_modules_are_one_part_with_their_copies(parts: dict[str, ModulePart]) -> None:
+def test_repeated_modules_are_one_part_with_instances(parts: dict[str, ModulePart]) -> None:
     assert parts["net.layers.*.up"].instances == ALL
     assert parts["net.layers.*.up"].matches("net.layers.2.up")
     assert parts["net.layers.*.up"].matches("*.up")
     assert not parts["net.layers.*.up"].matches("net.layers.3.up")
 
 
-def test_copies_that_took_another_decision_are_a_part_of_their_own() -> None:
+def test_copies_with_another_decision_are_a_separate_part() -> None:
     plan = made_plan()
     last = entry(
         [("net.layers.{0}.attention/attention/forward/0", "R R, R R, R R -> R R, R R")],
@@ -118,7 +119,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 40 * 2**20])
-def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
+def test_the_parts_of_a_real_plan_add_up_to_the_prediction(memory_bytes: int | None) -> None:
     mesh = autopar.Mesh({"node": 2, "gpu": 2})
     plan = autopar.plan(
         Net(),
@@ -134,7 +135,7 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
 
 
 class Stacked(nn.Module):
-    """Convolutions and norms in one list: their biases of equal size share a decision."""
+    """Convolutions and norms in one list. Their biases of equal size share a decision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def test_modules_of_different_kinds_in_one_list_are_different_parts() -> None:
         ("S(1) S(3)~1~2", "image", "channels over node, space 1 over gpu with a halo of 1 and 2"),
     ],
 )
-def test_layouts_are_said_in_words_outermost_splitter_first(
+def test_layouts_are_described_with_the_outermost_axis_first(
     layout: str, role: str, said: str
 ) -> None:
     assert in_words(Layout.parse(layout), NAMES, role) == said
@@ -193,14 +194,14 @@ def test_layouts_are_said_in_words_outermost_splitter_first(
         ("loss/output", ""),
     ],
 )
-def test_only_what_another_stage_makes_comes_from_one(node: str, module: str) -> None:
-    if node == "a/b/input":  # a name of the user's may have a slash
+def test_only_values_of_other_stages_are_attributed_to_a_stage(node: str, module: str) -> None:
+    if node == "a/b/input":  # names in the model may contain a slash
         assert owner(node) not in CROSSING
     else:
         assert owner(node) == module
 
 
-def test_what_runs_again_takes_as_long_as_it_does_then() -> None:
+def test_recomputed_modules_count_their_recompute_time() -> None:
     plan = made_plan()
     slower = replace(plan, entries=tuple(replace(e, again_s=3 * e.again_s) for e in plan.entries))
     before, after = ({p.module: p for p in breakdown(each)} for each in (plan, slower))
@@ -214,7 +215,7 @@ def test_what_runs_again_takes_as_long_as_it_does_then() -> None:
 
 
 class Layered(nn.Module):
-    """Layers with a Sequential within each, of which two modules are linears."""
+    """Layers that are Sequentials with two linear layers each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,13 +239,13 @@ class Layered(nn.Module):
         (((),), "head", "head", ""),
     ],
 )
-def test_copies_are_told_by_the_indices_that_the_path_leaves_open(
+def test_copies_are_listed_by_the_indices_of_the_wildcards(
     instances: Any, module: str, pattern: str, text: str
 ) -> None:
     assert copies_of(instances, module, pattern) == text
 
 
-def test_weights_of_one_name_that_differ_in_layout_are_compared_as_a_whole() -> None:
+def test_weights_with_the_same_name_and_different_layouts_are_all_compared() -> None:
     model = nn.Sequential()
     model.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU())
     plan = autopar.plan(
@@ -259,7 +260,7 @@ def test_weights_of_one_name_that_differ_in_layout_are_compared_as_a_whole() -> 
     assert not autopar.diff(plan, plan).changes
 
 
-def test_an_index_that_goes_through_no_layers_is_shown() -> None:
+def test_indices_of_modules_within_a_layer_are_shown() -> None:
     plan = autopar.plan(Layered(), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
     parts = {part.module: part for part in breakdown(plan)}
     assert {"layers.*.0", "layers.*.1", "layers.*.2"} <= parts.keys() and "layers.*.*" not in parts
@@ -275,17 +276,17 @@ def test_an_index_that_goes_through_no_layers_is_shown() -> None:
     assert "0" in {part.module for part in breakdown(alone)}
 
 
-def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> None:
+def test_the_parts_of_a_step_are_those_of_the_busiest_stage() -> None:
     plan = made_staged_plan(
         microbatches=8
-    )  # the second stage, which hears from both sides, is the slowest
+    )  # the second stage receives from both sides and is the slowest
     parts = step_parts(plan)
     assert parts.rank == 1 and plan.prediction.simulated_s == pytest.approx(parts.total_s)
     assert (parts.compute_s, parts.again_s) == pytest.approx((8 * 21e-3, 8 * 6e-3))
     assert (parts.exposed_s, parts.receiving_s) == pytest.approx((8 * 6e-3, 8 * 2 * WIRE_S))
     assert parts.waiting_s == pytest.approx(
         27e-3 + 35e-3 + 37e-3 + 2 * WIRE_S - 2e-3
-    )  # a microbatch in all others, 2 ms less in the last
+    )  # one microbatch in all other stages, and 2 ms less in the last
     assert f"stage 1, the busiest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(
         explain(plan).summary()
     )
@@ -294,7 +295,7 @@ def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> No
     assert (whole.compute_s, whole.again_s, whole.exposed_s) == pytest.approx((21e-3, 6e-3, 6e-3))
 
 
-def test_what_runs_beside_compute_is_not_exposed_and_slows_it() -> None:
+def test_overlapped_communication_is_not_exposed_and_slows_compute() -> None:
     plan = made_plan()
     hiding = replace(
         plan,
@@ -326,7 +327,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stages", [None, *SCHEDULES], ids=str)
-def test_of_a_real_plan_the_parts_of_a_step_add_up_to_what_is_simulated(stages: str | None) -> None:
+def test_the_parts_of_a_step_of_a_real_plan_add_up_to_the_simulated_step(
+    stages: str | None,
+) -> None:
     mesh = autopar.Mesh({"stage": 2, "data": 2}, devices_per_node=2)
     along = (pipeline("stage", microbatches=4, **SCHEDULES[stages]),) if stages else ()
     made = autopar.plan(
@@ -366,7 +369,7 @@ def test_of_a_real_plan_the_parts_of_a_step_add_up_to_what_is_simulated(stages: 
     assert any(line.endswith(ends) for line in said)
 
 
-def test_what_a_real_plan_runs_again_is_a_part_of_its_own() -> None:
+def test_recompute_of_a_real_plan_is_a_separate_part_of_the_step() -> None:
     model, batch = zoo.build("llama", batch=8)
     forced = megatron(dp=2, pp=2, recompute="full", microbatches=4)
     made = autopar.plan(
@@ -384,7 +387,7 @@ def test_what_a_real_plan_runs_again_is_a_part_of_its_own() -> None:
 
 
 class _Flattens(nn.Module):
-    """A module whose own nodes are views alone, which follow its layer's decision."""
+    """A module that has only view nodes, which follow the decision of its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,8 +399,8 @@ class _Flattens(nn.Module):
 
 
 class _Scored(nn.Module):
-    """A loss over the module that flattens, with a parameter before it, so that backward reaches
-    the view."""
+    """A loss of the module that flattens, with a parameter before it so that backward reaches the
+    view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +411,7 @@ class _Scored(nn.Module):
         return nn.functional.cross_entropy(self.inner(self.first(x)), y)
 
 
-def test_what_a_module_moves_that_decides_nothing_is_counted_with_the_decision_it_follows() -> None:
+def test_transfers_of_a_module_without_decisions_count_with_the_decision_that_it_follows() -> None:
     with torch.device("meta"):
         model, batch = _Scored(), (torch.empty(16, 3, 32, 32), torch.zeros(16, dtype=torch.long))
     plan = autopar.plan(model, 2, hardware="h100-sxm", example_inputs=batch)
@@ -424,7 +427,7 @@ def test_what_a_module_moves_that_decides_nothing_is_counted_with_the_decision_i
     assert "inner.fc" in str(explain(plan))
 
 
-def test_what_is_moved_for_no_decision_of_the_plan_is_a_part_of_its_own() -> None:
+def test_transfers_without_any_decision_are_a_separate_part() -> None:
     plan = made_plan()
     stray = replace(plan.communications[-1], node="net.stray/view/backward/0", module="net.stray")
     found = {

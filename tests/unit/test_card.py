@@ -1,5 +1,5 @@
-"""What a notebook shows of a plan: its summary, the step and the peak as bars, what each module
-does; safe to show, on any ground."""
+"""The HTML card of a plan in a notebook: its summary, the step and the peak as bars, and a table of
+modules. It is safe HTML and readable on any background."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOID = {"br"}
 
 
 class Nested(HTMLParser):
-    """Elements that are opened are closed, in order."""
+    """A parser that checks that elements are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Nested(HTMLParser):
 
 
 def bars(shown: str) -> list[list[float]]:
-    """The widths of the pieces of each bar, in per cent."""
+    """Return the widths of the pieces of each bar, in percent."""
     found = re.findall(r'<div class="bar".*?</div>', shown)
     return [
         [float(width) for width in re.findall(r'<i style="width:([0-9.]+)%', bar)] for bar in found
@@ -59,7 +59,7 @@ def bars(shown: str) -> list[list[float]]:
 
 
 @OF_ALL
-def test_a_notebook_shows_a_plan_by_its_card_with_all_lines_of_its_summary(plan: Plan) -> None:
+def test_a_notebook_shows_the_card_of_a_plan_with_all_lines_of_its_summary(plan: Plan) -> None:
     shown = plan._repr_html_()
     assert shown == card(plan)
     for line in explain(plan).summary():
@@ -74,7 +74,7 @@ def test_a_notebook_shows_a_plan_by_its_card_with_all_lines_of_its_summary(plan:
     )
 
 
-def test_the_bar_of_the_step_is_what_it_goes_by_in() -> None:
+def test_the_bar_of_the_step_shows_its_parts() -> None:
     for plan in PLANS.values():
         parts, (step, *_) = step_parts(plan), bars(card(plan))
         there = [time_s for _, time_s in parts.items() if time_s > 1e-12]
@@ -84,7 +84,7 @@ def test_the_bar_of_the_step_is_what_it_goes_by_in() -> None:
     assert WAITING in card(PLANS["stages"]) and WAITING not in card(PLANS["whole"])
 
 
-def test_the_bar_of_the_peak_is_as_long_as_its_share_of_the_budget_which_is_marked() -> None:
+def test_the_bar_of_the_peak_shows_its_share_of_the_marked_budget() -> None:
     plan = with_options(made_plan(), memory_bytes=4 * made_plan().prediction.peak_bytes)
     _, peak = bars(card(plan))
     assert sum(peak) == pytest.approx(25.0, abs=0.01)
@@ -97,7 +97,7 @@ def test_the_bar_of_the_peak_is_as_long_as_its_share_of_the_budget_which_is_mark
     )
 
 
-def test_each_rank_has_a_bar_of_its_peak_equal_neighbours_one() -> None:
+def test_each_rank_has_a_bar_of_its_peak_and_equal_neighbours_share_one() -> None:
     shown = card(PLANS["stages"])
     assert [round(sum(bar), 1) for bar in bars(shown)[1:]] == [round(100 * 34 / 44, 1), 100.0]
     assert "stages 0 to 2</span>" in shown and "stage 3</span>" in shown
@@ -109,7 +109,7 @@ def test_each_rank_has_a_bar_of_its_peak_equal_neighbours_one() -> None:
     )
 
 
-def test_modules_are_a_row_each_folded_as_explain_folds_them() -> None:
+def test_each_module_has_a_row_and_repeated_modules_are_folded_as_in_explain() -> None:
     shown = card(PLANS["whole"])
     rows = dict(re.findall(r"<tr><td><code>(.*?)</code></td><td>(\d+)</td>", shown))
     layer = {f"net.layers.*.{name}": "3" for name in ("norm", "up", "attention")}
@@ -128,7 +128,7 @@ def test_modules_are_a_row_each_folded_as_explain_folds_them() -> None:
     assert staged.count("<details open>") == 1 and staged.count("<details") == 3
 
 
-def test_text_has_the_colour_of_the_page_and_marks_are_of_middle_shades() -> None:
+def test_text_has_the_colour_of_the_page_and_bars_have_medium_lightness() -> None:
     shown = card(PLANS["stages"])
     assert not re.search(
         r"[;{](color|background):(#fff|#000|black|white)[;}]", shown.split("</style>")[0]
@@ -139,7 +139,7 @@ def test_text_has_the_colour_of_the_page_and_marks_are_of_middle_shades() -> Non
     assert set(MEMORY_COLOURS) >= set(PLANS["whole"].prediction.memory_bytes)
 
 
-def test_names_of_modules_and_models_cannot_write_html() -> None:
+def test_names_of_modules_and_models_are_escaped() -> None:
     plan = made_plan()
     text = (
         plan.dumps()
@@ -152,7 +152,7 @@ def test_names_of_modules_and_models_cannot_write_html() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_that_is_only_loaded_is_shown_so_too(tmp_path: Path) -> None:
+def test_a_loaded_plan_has_the_same_card(tmp_path: Path) -> None:
     made_plan().save(tmp_path / "plan.json")
     code = "import sys, autopar; print(autopar.Plan.load(sys.argv[1])._repr_html_())"
     done = subprocess.run(

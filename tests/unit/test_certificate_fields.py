@@ -1,4 +1,4 @@
-"""Every field of a plan is in the table of what `check` does with it."""
+"""Every field of a plan has an entry in the table of what `check` verifies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from autopar.planner import PlanOptions
 from autopar.plans import OPTIONS, Plan
 from autopar.request import Batch, Outputs
 
-LEAVES = (Layout,)  # written as one text
+LEAVES = (Layout,)  # stored as one string
 
 
 def paths(hint: Any, path: str = "") -> Iterator[str]:
-    """The path of every leaf of a typed structure; plans inside of plans are left out."""
+    """Return the path of every leaf of a typed structure, without nested plans."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for arg in args:
@@ -57,7 +57,7 @@ def test_every_field_of_a_plan_has_exactly_one_entry_in_the_table() -> None:
     assert not stale
 
 
-def test_a_plan_records_the_options_that_the_planner_writes_and_no_others() -> None:
+def test_a_plan_records_exactly_the_options_that_the_planner_writes() -> None:
     written = PlanOptions().to_json(HardwareProfile.load("cpu-gloo"))
     assert set(written) == set(OPTIONS)
     assert get_args(OPTIONS["batch"]) == get_args(Batch)
@@ -65,7 +65,7 @@ def test_a_plan_records_the_options_that_the_planner_writes_and_no_others() -> N
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_an_option_of_another_kind_is_refused_when_the_file_is_read(name: str) -> None:
+def test_a_recorded_option_of_another_type_is_refused(name: str) -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(2, 4),)
     plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo")
     text = replace(plan, options={**plan.options, name: {"no": "option"}}).dumps()
@@ -80,7 +80,7 @@ def test_an_option_of_another_kind_is_refused_when_the_file_is_read(name: str) -
         Plan.loads(replace(plan, options={**plan.options, "unknown": 1}).dumps())
 
 
-def test_the_certificate_lists_what_it_does_not_vouch_for() -> None:
+def test_the_certificate_lists_the_fields_that_it_does_not_verify() -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(2, 4),)
     plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo")
     certificate = autopar.check(plan, model, batch)
@@ -92,4 +92,4 @@ def test_the_certificate_lists_what_it_does_not_vouch_for() -> None:
     listed = [path for group in certificate.to_json()["unverified"] for path in group["fields"]]
     assert listed and set(listed) <= set(table.UNVERIFIED)
     assert all(path in str(certificate) for path in listed)
-    assert "alone_s" not in listed  # there is none in this plan
+    assert "alone_s" not in listed  # this plan has none

@@ -1,4 +1,4 @@
-"""The command line, on a model small enough to plan in a second."""
+"""The command line, with a model that is planned in about a second."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAN = ("plan", "--mesh", "node=2,gpu=2", "--hardware", "cpu-gloo")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the model's file, which commands run in."""
+    """A folder with the file of the model as the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     (tmp_path / "broken.py").write_text("def small(: pass", encoding="utf-8")
@@ -57,8 +57,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``command("plan", ...)`` runs the command line and gives (exit code, what it printed, what
-    it complained)."""
+    """A function that runs the command line, as in ``command("plan", ...)``, and returns (exit
+    code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
@@ -70,7 +70,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def test_plan_writes_what_explain_diff_check_verify_and_report_read(
+def test_explain_diff_check_verify_and_report_read_the_file_of_plan(
     here: Path, command: Command
 ) -> None:
     code, said, _ = command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
@@ -109,7 +109,7 @@ def test_plan_writes_what_explain_diff_check_verify_and_report_read(
     assert (here / "plan.png").stat().st_size > 10_000
 
 
-def test_nodes_and_devices_are_shaped_by_the_planner(here: Path, command: Command) -> None:
+def test_the_planner_shapes_a_mesh_of_nodes_and_devices(here: Path, command: Command) -> None:
     code, _, complaint = command(
         "plan",
         "--mesh",
@@ -130,7 +130,7 @@ def test_nodes_and_devices_are_shaped_by_the_planner(here: Path, command: Comman
     assert code == 1 and "nodes × devices per node as 4x8" in complaint
 
 
-def test_another_solver_plans_and_the_integer_program_is_written(
+def test_another_solver_can_plan_and_export_writes_the_integer_program(
     here: Path, command: Command
 ) -> None:
     asked = (*PLAN, "--module", "model.py:small", "--out", "plan.json")
@@ -268,7 +268,7 @@ def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_draw
         ),
     ],
 )
-def test_where_nothing_turns_a_choice_it_is_said_why(
+def test_explain_gives_the_reason_if_no_change_turns_a_choice(
     here: Path, command: Command, mesh: str, constraint: tuple[str, ...], why: str
 ) -> None:
     model = ("--module", "model.py:small")
@@ -360,7 +360,7 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(
         (("run", "missing.py"), "script 'missing.py' does not exist"),
     ],
 )
-def test_what_is_refused_is_told_and_exits_with_1(
+def test_errors_are_printed_and_exit_with_1(
     here: Path, command: Command, arguments: tuple[str, ...], complaint: str
 ) -> None:
     code, _, said = command(*arguments)
@@ -369,13 +369,15 @@ def test_what_is_refused_is_told_and_exits_with_1(
     assert "Traceback" not in said
 
 
-def test_a_function_that_raises_is_told_with_its_own_line(here: Path, command: Command) -> None:
+def test_an_exception_of_the_model_function_is_printed_with_its_line(
+    here: Path, command: Command
+) -> None:
     _, _, said = command(*PLAN, "--module", "model.py:raises")
     line = next(n for n, line in enumerate(MODEL.splitlines(), 1) if "no such size" in line)
     assert f"model.py:{line}: raise ValueError" in said
 
 
-def test_what_is_mistyped_is_told_before_a_model_is_built(
+def test_mistyped_arguments_are_refused_before_a_model_is_built(
     here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autopar.cli.models.built", lambda *_, **__: pytest.fail("it was built"))
@@ -392,7 +394,7 @@ def test_what_is_mistyped_is_told_before_a_model_is_built(
     assert command("plan", "--mesh", "2", "--hf", "gpt2:{")[0] == 1
 
 
-def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(
+def test_a_model_file_can_import_neighbouring_files_and_define_dataclasses(
     here: Path, command: Command
 ) -> None:
     (here / "project").mkdir()
@@ -413,7 +415,7 @@ def test_a_function_imports_what_lies_beside_its_file_and_has_dataclasses(
     assert code == 0 and "Net on mesh node=2,gpu=2" in printed, complaint
 
 
-def test_a_plan_that_is_not_certified_exits_with_1_and_says_why(
+def test_a_plan_that_is_not_certified_exits_with_1_and_the_reason(
     here: Path, command: Command
 ) -> None:
     command(*PLAN, "--module", "model.py:small", "--out", "plan.json")
@@ -438,12 +440,12 @@ def test_a_plan_that_cannot_be_written_is_refused(here: Path, command: Command) 
         ("7", 7),
     ],
 )
-def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None) -> None:
+def test_sizes_are_parsed_with_their_unit(text: str | None, num_bytes: int | None) -> None:
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB", "5i"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(AutoparError, match="is not a size"):
         parse_size(text)
 
@@ -478,7 +480,7 @@ def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path:
     ]
 
 
-def test_constraints_are_written_as_in_python(here: Path, command: Command) -> None:
+def test_constraints_have_python_syntax(here: Path, command: Command) -> None:
     asked = ("--constraint", "ddp('node')", "--constraint", "fsdp('gpu')", "--out", "p.json")
     code, said, _ = command(*PLAN, "--module", "model.py:small", *asked)
     assert code == 0 and "Net on mesh" in said
@@ -493,7 +495,7 @@ def test_constraints_are_written_as_in_python(here: Path, command: Command) -> N
 
 
 @pytest.mark.slow
-def test_inference_is_planned_without_labels_and_read_so_by_all_commands(
+def test_an_inference_plan_without_labels_is_read_by_all_commands(
     here: Path, command: Command
 ) -> None:
     model = (

@@ -1,5 +1,4 @@
-"""What the command line says of nodes, dtypes and constraints, so that no figure is of something
-else than was meant."""
+"""The command line states nodes, dtypes and constraints, so that figures cannot be misread."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ SMALL = ("plan", "--hardware", "h100-sxm", "--module", "model.py:small")
 TINY = 'gpt2:{"n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 64, "n_positions": 16}'
 
 
-def test_a_plan_says_how_many_nodes_it_is_for_where_axes_do_not(
-    here: Path, command: Command
-) -> None:
+def test_a_plan_states_its_number_of_nodes_if_the_axes_do_not(here: Path, command: Command) -> None:
     two, one, named = (
         command(*SMALL, "--mesh", mesh, *more)[1]
         for mesh, *more in (
@@ -37,7 +34,9 @@ def test_a_plan_says_how_many_nodes_it_is_for_where_axes_do_not(
     )
 
 
-def test_axes_of_one_node_are_priced_by_its_links(here: Path, command: Command) -> None:
+def test_axes_within_one_node_are_priced_with_intra_node_links(
+    here: Path, command: Command
+) -> None:
     forced = ("--mesh", "data=2,tensor=2", "--constraint", "fsdp")
     assert command(*SMALL, *forced, "--out", "far.json")[0] == 0
     assert command(*SMALL, *forced, "--devices-per-node", "4", "--out", "near.json")[0] == 0
@@ -55,7 +54,9 @@ def test_axes_of_one_node_are_priced_by_its_links(here: Path, command: Command) 
     )
 
 
-def test_devices_of_a_node_divide_all_and_are_said_once(here: Path, command: Command) -> None:
+def test_devices_per_node_must_divide_the_devices_and_be_given_once(
+    here: Path, command: Command
+) -> None:
     uneven = "is not a multiple of 3"
     for mesh, complaint in (
         ("data=2,tensor=2", uneven),
@@ -69,7 +70,7 @@ def test_devices_of_a_node_divide_all_and_are_said_once(here: Path, command: Com
 
 
 @pytest.mark.slow
-def test_with_a_precision_weights_rest_in_fp32_for_every_command(
+def test_with_a_precision_parameters_are_stored_in_fp32_for_every_command(
     here: Path, command: Command
 ) -> None:
     model = ("--hf", TINY, "--batch", "4", "--seq", "8")
@@ -121,7 +122,7 @@ def test_what_if_names_the_constraints_that_both_plans_obey(here: Path, command:
 
 
 @pytest.mark.slow
-def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(
+def test_what_if_removes_and_adds_constraints_with_the_syntax_of_plan(
     here: Path, command: Command
 ) -> None:
     asked = ("--module", "model.py:small")
@@ -182,7 +183,7 @@ def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(
     )
 
 
-def test_diff_compares_what_is_simulated_too(here: Path, command: Command) -> None:
+def test_diff_compares_the_simulated_steps(here: Path, command: Command) -> None:
     for name in ("ddp", "fsdp"):
         assert (
             command(
@@ -199,14 +200,14 @@ def test_diff_compares_what_is_simulated_too(here: Path, command: Command) -> No
     )
 
 
-def test_where_all_is_forced_explain_says_so(here: Path, command: Command) -> None:
+def test_explain_says_if_constraints_leave_no_choice(here: Path, command: Command) -> None:
     forced = ("--mesh", "node=2,gpu=2", "--constraint", "megatron(tp=2, dp=2)", "--out", "p.json")
     assert command(*SMALL, *forced)[0] == 0
     assert "the constraints leave no choice" in command("explain", "p.json")[1]
 
 
-def test_a_script_that_was_not_started_in_processes_is_told_how() -> None:
-    """A plan for several devices, and one process."""
+def test_a_script_without_a_launcher_is_refused_with_the_command() -> None:
+    """A plan for several devices is refused in one process."""
     model, batch = torch.nn.Linear(4, 4), (torch.randn(8, 4),)
     plan = api.plan(model, {"node": 2, "gpu": 2}, example_inputs=batch, hardware="cpu-gloo")
     with pytest.raises(PlanError, match="autopar run -n 4 SCRIPT"):

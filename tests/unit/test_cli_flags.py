@@ -1,4 +1,4 @@
-"""What is advised in Python reads as flags on the command line."""
+"""Advice in Python syntax is printed as flags on the command line."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ from autopar.cli.shared_options import as_flags
         ),
     ],
 )
-def test_options_of_plan_become_flags_and_nothing_else_changes(python: str, flags: str) -> None:
+def test_options_of_plan_become_flags_and_other_text_is_unchanged(python: str, flags: str) -> None:
     assert as_flags(python) == flags

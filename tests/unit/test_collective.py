@@ -45,7 +45,7 @@ def collective(kind: Kind, num_bytes: int, dim: int = 0, to_dim: int = 0) -> Col
     ("num_bytes", "published_s"),
     [(1024, 16.94e-6), (64 * 2**20, 324.7e-6), (GIB, 4029.4e-6), (16 * GIB, 62648e-6)],
 )
-def test_all_reduce_on_eight_h100_takes_what_was_published(
+def test_all_reduce_on_eight_h100_takes_the_published_time(
     num_bytes: int, published_s: float
 ) -> None:
     assert collective_time(collective("all_reduce", num_bytes), 8, "intra", H100) == pytest.approx(
@@ -56,9 +56,7 @@ def test_all_reduce_on_eight_h100_takes_what_was_published(
 @pytest.mark.parametrize(
     ("profile", "published_s"), [("h200-sxm", GIB / 264.9e9), ("a100-sxm-80gb", 8203.9e-6)]
 )
-def test_all_reduce_of_a_gibibyte_takes_what_was_published(
-    profile: str, published_s: float
-) -> None:
+def test_all_reduce_of_one_gib_takes_the_published_time(profile: str, published_s: float) -> None:
     time_s = collective_time(
         collective("all_reduce", GIB), 8, "intra", HardwareProfile.load(profile)
     )
@@ -66,15 +64,15 @@ def test_all_reduce_of_a_gibibyte_takes_what_was_published(
 
 
 def test_all_reduce_on_four_devices_runs_at_ring_speed() -> None:
-    """363.3 GB/s bus bandwidth at 8 GiB on four H200, published: without multicast a ring is the
-    best there is."""
+    """The published bus bandwidth at 8 GiB on four H200 is 363.3 GB/s: without multicast, a ring
+    is the fastest algorithm."""
     time_s = collective_time(
         collective("all_reduce", 8 * GIB), 4, "intra", HardwareProfile.load("h200-sxm")
     )
     assert time_s == pytest.approx(2 * 3 / 4 * 8 * GIB / 363.3e9, rel=0.05)
 
 
-def test_all_gather_and_reduce_scatter_are_the_halves_of_a_measured_all_reduce() -> None:
+def test_all_gather_and_reduce_scatter_take_half_of_a_measured_all_reduce() -> None:
     half = (
         collective_time(collective("all_reduce", GIB), 8, "intra", H100) / 2
         + H100.launch_overhead_s
@@ -87,7 +85,7 @@ def test_all_gather_and_reduce_scatter_are_the_halves_of_a_measured_all_reduce()
     )
 
 
-def test_all_to_all_reaches_a_share_of_the_ring_s_bandwidth() -> None:
+def test_all_to_all_reaches_a_share_of_the_ring_bandwidth() -> None:
     link = H100.links["inter"]
     wire = (
         7 / 8 * GIB / (link.bandwidth_bytes_per_s * link.all_to_all_efficiency)
@@ -109,7 +107,7 @@ def test_a_dim_that_is_not_leading_costs_a_local_copy() -> None:
     assert both - first == pytest.approx(copy_s)
 
 
-def test_a_slice_costs_one_local_copy_of_the_part() -> None:
+def test_a_slice_costs_one_local_copy_of_the_shard() -> None:
     copy_s = (
         2 * (GIB // 8) / (H100.memory_bandwidth_bytes_per_s * H100.memory_efficiency["elementwise"])
     )
@@ -118,9 +116,7 @@ def test_a_slice_costs_one_local_copy_of_the_part() -> None:
     )
 
 
-def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_number_of_ranks() -> (
-    None
-):
+def test_a_halo_costs_its_edges_and_one_local_copy_for_any_number_of_ranks() -> None:
     halo = replace(collective("halo", GIB, dim=2), halo_bytes=GIB // 16)
     link = H100.links["inter"]
     copy_s = (
@@ -136,9 +132,7 @@ def test_a_halo_costs_its_edges_on_the_wire_and_one_local_copy_whatever_the_numb
     )
 
 
-def test_a_swap_costs_half_a_part_on_the_wire_and_its_local_copies_whatever_the_number_of_ranks() -> (  # noqa: E501
-    None
-):
+def test_a_swap_costs_half_a_shard_and_its_local_copies_for_any_number_of_ranks() -> None:
     link = H100.links["inter"]
     for dim, copied in ((0, GIB), (2, GIB + GIB // 2)):
         copy_s = (
@@ -170,20 +164,20 @@ def test_an_axis_of_one_device_costs_nothing(kind: Kind) -> None:
         lambda c: step(c.kind, [torch.ones(4)] * 2, 0, 0, ""),
     ],
 )
-def test_a_kind_without_a_formula_is_not_priced_as_another(use: Callable[[Any], object]) -> None:
+def test_a_kind_without_a_formula_is_refused(use: Callable[[Any], object]) -> None:
     with pytest.raises(AssertionError, match="gather_all"):
         use(collective(cast(Kind, "gather_all"), 1024))
 
 
 @pytest.mark.parametrize("kind", ["swap", "halo", "slice", "fetch", "store"])
-def test_a_step_that_does_not_involve_all_ranks_has_no_share_of_a_ring(kind: Kind) -> None:
+def test_point_to_point_steps_do_not_use_the_ring_formula(kind: Kind) -> None:
     for count in (_num_rounds, lambda kind: _bytes_sent(kind, 4, 8.0)):
         with pytest.raises(AssertionError, match=kind):
             count(kind)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-def test_a_collective_between_nodes_takes_longer_than_within(kind: Kind) -> None:
+def test_a_collective_between_nodes_takes_longer_than_within_a_node(kind: Kind) -> None:
     for num_bytes in (1024, GIB):
         within, between = (
             collective_time(collective(kind, num_bytes), 8, link, H100)
@@ -212,7 +206,7 @@ def test_more_bytes_never_take_less_time(
     assert all(0 < a <= b * (1 + 1e-12) and math.isfinite(b) for a, b in pairwise(times))
 
 
-def test_what_buckets_hold_and_how_they_are_packed_is_what_the_kernels_say() -> None:
+def test_the_members_and_packing_of_buckets_match_the_kernels() -> None:
     assert STRIPE == packing.STRIPE
     assert {getattr(torch, name): size for name, size in BUCKET_DTYPES.items()} == {
         dtype: dtype.itemsize for dtype in library.FLOATS

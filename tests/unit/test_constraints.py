@@ -1,5 +1,4 @@
-"""Constraints: what can be forced, how it is written, and what is refused before a model is
-seen."""
+"""Constraints: what can be forced, their syntax, and what is refused before a model is captured."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, LayoutError
 
 
-def test_a_constraint_holds_the_layouts_that_were_given_and_no_others() -> None:
+def test_a_constraint_has_only_the_given_layouts() -> None:
     made = layout("*.up_proj", weight="R S(0)", input="S(0) R")
     assert made == LayoutConstraint(
         "*.up_proj", weight=Layout.parse("R S(0)"), input=Layout.parse("S(0) R")
@@ -44,7 +43,7 @@ def test_a_constraint_holds_the_layouts_that_were_given_and_no_others() -> None:
         assert layout("m", **{kind: "R"}).to_json() == {"pattern": "m", kind: "R"}
 
 
-def test_notebooks_show_what_users_call() -> None:
+def test_notebooks_show_the_signatures_of_constraints() -> None:
     assert "pipeline" in dir(constraints) and not {
         "pipelines",
         "pipeline_in",
@@ -53,7 +52,7 @@ def test_notebooks_show_what_users_call() -> None:
     assert all(callable(getattr(constraints, name)) for name in dir(constraints))
 
 
-def test_a_constraint_that_forces_nothing_is_refused_with_what_can_be_forced() -> None:
+def test_a_constraint_that_forces_nothing_is_refused_with_the_possible_arguments() -> None:
     with pytest.raises(
         ConstraintError,
         match=r"'layers\.\*' has no layout(.|\n)*weight=, bias=, storage=, input= or output=",
@@ -61,7 +60,7 @@ def test_a_constraint_that_forces_nothing_is_refused_with_what_can_be_forced() -
         layout("layers.*")
 
 
-def test_a_layout_that_cannot_be_read_is_refused() -> None:
+def test_a_layout_that_cannot_be_parsed_is_refused() -> None:
     with pytest.raises(LayoutError, match="cannot read 'S0'"):
         layout("up", weight="S0 R")
 
@@ -74,7 +73,7 @@ def test_a_layout_that_cannot_be_read_is_refused() -> None:
             "layers.*.up",
             "layers.12.mlp.up",
             True,
-        ),  # as a shell matches in one word: the dots are letters
+        ),  # as in a shell: dots are ordinary letters
         ("*.up", "up", False),
         ("layers.[01].up", "layers.1.up", True),
         ("layers.[01].up", "layers.2.up", False),
@@ -83,12 +82,14 @@ def test_a_layout_that_cannot_be_read_is_refused() -> None:
         ("layers", "layers.0", False),
     ],
 )
-def test_patterns_match_module_paths_as_shells_do(pattern: str, module: str, matches: bool) -> None:
+def test_patterns_match_module_paths_as_in_a_shell(
+    pattern: str, module: str, matches: bool
+) -> None:
     assert layout(pattern, weight="R").matches(module) is matches
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_needs_one_placement_per_mesh_axis_and_the_constraint_is_named(kind: str) -> None:
+def test_a_layout_needs_one_placement_per_mesh_axis(kind: str) -> None:
     constraint = layout("net.head", **{kind: "S(0) R"})
     check(constraint, Mesh({"a": 2, "b": 2}))
     with pytest.raises(
@@ -105,7 +106,7 @@ def _resolved(*given: Constraint, mesh: Mesh = MESH) -> list[tuple[str, tuple[st
     return [(plan.name, plan.axes) for plan in parallelisms(given, mesh)]
 
 
-def test_named_plans_are_for_the_axes_that_they_name_or_for_all() -> None:
+def test_named_plans_apply_to_their_axes_or_to_all_axes() -> None:
     assert _resolved(ddp()) == [("ddp", ("node", "gpu"))]
     assert _resolved(fsdp("node"), tensor_parallel("1d", axes=("gpu",))) == [
         ("fsdp", ("node",)),
@@ -126,13 +127,13 @@ def test_named_plans_are_for_the_axes_that_they_name_or_for_all() -> None:
     ],
     ids=str,
 )
-def test_megatron_finds_its_axes_by_their_sizes(
+def test_megatron_assigns_axes_by_their_sizes(
     given: Megatron, expected: list[tuple[str, tuple[str, ...]]]
 ) -> None:
     assert _resolved(given) == expected
 
 
-def test_of_axes_of_one_size_the_last_is_the_tensor_axis() -> None:
+def test_of_axes_with_equal_sizes_the_last_is_the_tensor_axis() -> None:
     assert _resolved(megatron(tp=2), mesh=Mesh({"a": 2, "b": 2})) == [
         ("tensor_parallel_1d", ("b",)),
         ("ddp", ("a",)),
@@ -183,7 +184,7 @@ def test_two_plans_for_one_axis_are_refused_with_both_named() -> None:
 
 
 @pytest.mark.parametrize("other", [pipeline("gpu"), megatron(pp="gpu", tp=4)], ids=str)
-def test_two_that_cut_the_model_are_quoted_as_they_were_written(other: Constraint) -> None:
+def test_two_constraints_that_cut_the_model_are_quoted_as_written(other: Constraint) -> None:
     given = megatron(pp=4, microbatches=8)
     with pytest.raises(
         ConstraintError,
@@ -237,11 +238,11 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_a_constraint_reads_as_it_is_written(text: str) -> None:
+def test_the_text_of_a_constraint_is_its_call(text: str) -> None:
     assert str(eval(text, dict(vars(autopar.constraints)))) == text
 
 
-def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_named() -> None:
+def test_unknown_stages_and_kinds_are_refused_with_the_known_ones() -> None:
     for zero in (-1, 4):
         with pytest.raises(
             ConstraintError, match=rf"in megatron, got {zero}(.|\n)*stages 1, 2 and 3"
@@ -264,7 +265,7 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
             ddp(axes)  # type: ignore[arg-type]
 
 
-def test_a_grid_has_its_number_of_axes_each_once() -> None:
+def test_a_grid_needs_its_number_of_distinct_axes() -> None:
     for kind, axes, says in (
         ("2d", "a", "needs 2 mesh axes(.|\n)*names 1"),
         ("3d", ("a", "b"), "needs 3 .*names 2"),
@@ -274,7 +275,7 @@ def test_a_grid_has_its_number_of_axes_each_once() -> None:
             tensor_parallel(kind, axes=axes)
 
 
-def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -> None:
+def test_the_sides_of_a_grid_are_equal_axes_of_the_mesh_and_its_depth_is_free() -> None:
     mesh = Mesh({"a": 2, "b": 2, "c": 4})
     assert _resolved(tensor_parallel("2d", axes=("b", "a")), mesh=mesh) == [
         ("tensor_parallel_2d", ("b", "a"))
@@ -301,7 +302,7 @@ def test_the_sides_of_a_grid_are_equal_and_in_the_mesh_and_its_depth_is_free() -
         _resolved(tensor_parallel("2d", axes=("a", "b")), ddp("a"), mesh=mesh)
 
 
-def test_a_plan_records_what_was_asked() -> None:
+def test_a_plan_records_its_constraints() -> None:
     assert megatron(tp=8, recompute="full").to_json()["recompute"] == "full"
     assert tensor_parallel("2.5d", axes=("b", "a", "d")).to_json() == {
         "plan": "tensor_parallel_2.5d",
@@ -343,7 +344,7 @@ def test_a_plan_records_what_was_asked() -> None:
     ],
     ids=str,
 )
-def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
+def test_recorded_constraints_are_read_back(asked: Constraint) -> None:
     assert read_constraint(json.loads(json.dumps(asked.to_json()))) == asked
 
 
@@ -371,14 +372,12 @@ def test_what_a_plan_records_is_read_back(asked: Constraint) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_record_of_a_constraint_is_refused(record: Any) -> None:
+def test_an_invalid_record_of_a_constraint_is_refused(record: Any) -> None:
     with pytest.raises(ConstraintError, match="is not a valid constraint record"):
         read_constraint(record)
 
 
-def test_parameters_rest_as_they_are_asked_to_by_name_and_a_layout_that_one_cannot_have_is_refused() -> (  # noqa: E501
-    None
-):
+def test_parameters_are_stored_as_requested_by_name_and_impossible_layouts_are_refused() -> None:
     model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), Squares()), (torch.randn(8, 8),)
     asked = rests_as({"0.weight": "S(1)", "0.bias": "R"})
     plan = autopar.plan(

@@ -1,5 +1,5 @@
-"""Functions of scores as text: what they read is told apart, and only ops of ATen that compute are
-called.
+"""Score functions as text: the coordinates that they read are recognized, and only ATen ops that
+compute are called.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def reading_of(kind: str) -> tuple[dict[int, tuple[str | None, ...]], frozenset[
         ("learnt cap", {0: ()}, set()),
     ],
 )
-def test_a_dim_is_indexed_by_a_coordinate_where_every_use_is(
+def test_a_dim_is_indexed_by_a_coordinate_if_all_its_uses_are(
     kind: str, indexed: object, free: set[str]
 ) -> None:
     assert reading_of(kind) == (indexed, frozenset(free))
 
 
-def test_a_mask_that_hides_nothing_has_one_text() -> None:
+def test_all_masks_that_hide_nothing_have_the_same_text() -> None:
     assert flex_functions("nothing", *SIZES)[1] == SEEN
 
 
 @pytest.mark.parametrize(
     "name", ["add_.Tensor", "rand.default", "no_such_op.default", "index.Nothing"]
 )
-def test_a_text_that_calls_anything_but_a_computing_op_is_not_read(name: str) -> None:
+def test_a_text_that_calls_other_ops_is_refused(name: str) -> None:
     text = SEEN.replace("full.default", name)
     with pytest.raises(UnwritableError, match=name.split(".")[0]):
         read_function(text)
 
 
-def test_dtypes_of_a_function_are_promoted_and_other_texts_stay() -> None:
+def test_dtypes_in_a_function_are_promoted_and_other_text_is_unchanged() -> None:
     text = (
         '{"does":[["_to_copy.default",[{"c":"q"}],{"dtype":{"dtype":"float32"}}]],"gives":{"v":0}}'
     )
@@ -76,8 +76,10 @@ def test_dtypes_of_a_function_are_promoted_and_other_texts_stay() -> None:
 
 
 @pytest.mark.parametrize("kind", FLEX_KINDS)
-def test_torchs_own_call_with_the_functions_of_a_part_gives_the_same(kind: str) -> None:
-    """What runs on a GPU, by torch's dense reference instead of its kernels."""
+def test_flex_attention_of_torch_with_the_functions_of_a_shard_gives_the_same_result(
+    kind: str,
+) -> None:
+    """Test the code that runs on a GPU with the dense reference of torch instead of its kernels."""
     torch.manual_seed(0)
     b, h, s, t = SIZES
     score, mask, captured = flex_functions(kind, 2 * b, 2 * h, 2 * s, t)
@@ -97,7 +99,7 @@ def test_torchs_own_call_with_the_functions_of_a_part_gives_the_same(kind: str) 
 
 
 @pytest.mark.parametrize("kind", FLEX_KINDS)
-def test_results_do_not_depend_on_how_many_scores_are_there_at_a_time(
+def test_results_do_not_depend_on_the_block_size(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

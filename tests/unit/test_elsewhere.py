@@ -1,4 +1,4 @@
-"""Layouts and constraints on a mesh of other axes."""
+"""Layouts and constraints transferred to a mesh with other axes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ BEFORE = Mesh({"data": 2, "tensor": 4})
         ("P S(0)", {"data": 1, "tensor": 2}, "R S(0)"),
     ],
 )
-def test_a_layout_goes_with_the_names_of_axes_and_dims_stay_split_in_their_order(
+def test_a_layout_follows_the_axis_names_and_keeps_the_order_of_splits(
     text: str, there: dict[str, int], expected: str
 ) -> None:
     assert str(Layout.parse(text).over(axes_from(BEFORE, Mesh(there)))) == expected
 
 
-def test_over_an_axis_of_size_1_in_either_mesh_nothing_is_split() -> None:
+def test_axes_of_size_1_in_either_mesh_split_nothing() -> None:
     assert axes_from(Mesh({"a": 1, "b": 2, "c": 2}), Mesh({"a": 2, "b": 1, "c": 4, "d": 2})) == (
         None,
         None,
@@ -66,7 +66,7 @@ def test_over_an_axis_of_size_1_in_either_mesh_nothing_is_split() -> None:
         (pipeline("stage"), {"data": 2}, pipeline("stage")),
     ],
 )
-def test_constraints_ask_elsewhere_what_they_asked_and_nothing_of_new_axes(
+def test_transferred_constraints_apply_to_the_same_axes_and_not_to_new_ones(
     given: Constraint, there: dict[str, int], expected: Constraint | None
 ) -> None:
     assert rewrite_for_mesh([given], BEFORE, Mesh(there), "") == (
@@ -74,13 +74,13 @@ def test_constraints_ask_elsewhere_what_they_asked_and_nothing_of_new_axes(
     )
 
 
-def test_stages_counted_in_devices_stay_on_their_axis() -> None:
+def test_stages_given_as_a_count_stay_on_their_axis() -> None:
     assert rewrite_for_mesh([megatron(pp=2, microbatches=4)], BEFORE, BEFORE, "stage") == (
         megatron(pp="stage", microbatches=4),
     )
 
 
-def test_what_is_held_to_the_axes_before_claims_no_new_one() -> None:
+def test_constraints_held_to_the_original_axes_do_not_use_new_axes() -> None:
     there = Mesh({"node": 2, "data": 2, "tensor": 4})
     held = constraints_on_mesh(
         [megatron(tp=4, zero=2), layout("up", storage="S(0) R"), pipeline("stage")], BEFORE, there
@@ -103,7 +103,7 @@ def test_a_grid_without_a_side_is_refused() -> None:
         )
 
 
-def test_axes_that_megatron_leaves_free_are_in_its_record_and_claimed_by_no_part() -> None:
+def test_axes_that_megatron_leaves_free_are_recorded_and_not_used() -> None:
     free = megatron(tp="tensor", zero=3, free="data")
     assert read_constraint(free.to_json()) == free and "free=['data']" in str(free)
     assert [p.axes for p in parallelisms([free], BEFORE)] == [("tensor",)]
@@ -114,7 +114,7 @@ def test_axes_that_megatron_leaves_free_are_in_its_record_and_claimed_by_no_part
         list(parallelisms([megatron(tp=2, free="data")], BEFORE))
 
 
-def test_how_parameters_rest_is_read_back_and_goes_to_the_axes_of_the_same_names() -> None:
+def test_storage_layouts_are_read_back_and_follow_the_axis_names() -> None:
     asked = rests_as({"a.weight": "S(0) R", "b.weight": Layout.parse("R S(1) host")})
     assert read_constraint(asked.to_json()) == asked and str(asked) == "rests_as(<2 parameters>)"
     before, there = Mesh({"node": 2, "gpu": 4}), Mesh({"gpu": 4, "node": 2})

@@ -1,4 +1,4 @@
-"""What an error says."""
+"""The text of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer of experts as one op: against every expert computed for every token, and on parts."""
+"""An expert layer as one op, compared with a dense computation of all experts, and on shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTIONS = {
 
 
 def dense(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
-    """Every expert for every token, and of these what was picked."""
+    """Compute every expert for every token, and select the picked results."""
     hidden = torch.einsum("th,egfh->tegf", x, up)
     between = FUNCTIONS[act](hidden[:, :, 0])
     if up.shape[1] == 2:
@@ -37,7 +37,7 @@ def dense(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, act: 
 
 
 def drawn(t: int, p: int, e: int, parts: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Tokens, picks (some of no expert), gates, weights."""
+    """Return tokens, picks (some without an expert), gates and weights."""
     generator = torch.Generator().manual_seed(seed)
     x, gates, up, down = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -55,7 +55,7 @@ def drawn(t: int, p: int, e: int, parts: int, seed: int = 0) -> tuple[Tensor, ..
     parts=st.sampled_from([1, 2]),
     seed=st.integers(0, 99),
 )
-def test_experts_and_their_gradients_are_those_of_all_experts_for_all_tokens(
+def test_experts_and_their_gradients_match_the_dense_computation(
     act: str, t: int, p: int, e: int, parts: int, seed: int
 ) -> None:
     x, ids, gates, up, down = drawn(t, p, e, parts, seed)
@@ -70,7 +70,7 @@ def test_experts_and_their_gradients_are_those_of_all_experts_for_all_tokens(
         torch.testing.assert_close(mine, theirs)
 
 
-def test_torch_differentiates_experts_by_their_gradient() -> None:
+def test_autograd_uses_the_registered_gradient_of_experts() -> None:
     x, ids, gates, up, down = drawn(4, 2, 3, 2)
     given = [tensor.requires_grad_() for tensor in (x, gates, up, down)]
     torch.autograd.gradcheck(
@@ -78,7 +78,7 @@ def test_torch_differentiates_experts_by_their_gradient() -> None:
     )
 
 
-def test_parts_of_the_experts_add_up_and_compute_their_own_rows_alone() -> None:
+def test_shards_of_experts_add_up_and_compute_only_their_rows() -> None:
     x, ids, gates, up, down = drawn(8, 2, 5, 2)
     whole = ops.experts(x, ids, gates, up, down, "silu", 5)
     cuts = [(0, 2), (2, 4), (4, 5)]
@@ -88,16 +88,14 @@ def test_parts_of_the_experts_add_up_and_compute_their_own_rows_alone() -> None:
         others = ~((ids >= a) & (ids < b)).any(1)
         assert not part[others].any(), "zeros where nothing of the part was picked"
     poisoned = x.clone()
-    poisoned[~(ids == 4).any(1)] = float(
-        "nan"
-    )  # rows that are not the part's are not even looked at
+    poisoned[~(ids == 4).any(1)] = float("nan")  # rows of other experts are not read
     torch.testing.assert_close(
         ops.experts(poisoned, ids, gates, up[4:], down[4:], "silu", 5, 4), parts[-1]
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_are_summed_over_picks_in_float32(dtype: torch.dtype) -> None:
+def test_16_bit_results_are_summed_over_picks_in_float32(dtype: torch.dtype) -> None:
     x, ids, gates, up, down = drawn(16, 4, 3, 2)
     low = [tensor.to(dtype) for tensor in (x, up, down)]
     found = ops.experts(low[0], ids, gates.float(), *low[1:], "silu", 3)
@@ -106,7 +104,7 @@ def test_half_types_are_summed_over_picks_in_float32(dtype: torch.dtype) -> None
     assert (found.double() - high).abs().max() / high.abs().max() < 2 * torch.finfo(dtype).eps
 
 
-def test_they_are_traced_without_values() -> None:
+def test_experts_can_be_traced_with_fake_tensors() -> None:
     with torch._subclasses.FakeTensorMode():
         x, ids, gates, up, down = (
             torch.empty(6, 3),
@@ -137,11 +135,9 @@ def work_of(op: Any, t: int, local: int, size: int, f: int = 64) -> int:
 
 
 @pytest.mark.parametrize(("op", "products"), [(ops.experts, 3), (ops.experts_backward, 8)])
-def test_flops_are_those_of_the_rows_that_are_picked_if_all_experts_are_alike(
-    op: Any, products: int
-) -> None:
-    """Up is twice down: forward has both, backward up again, and two products for the gradients
-    of each."""
+def test_flops_assume_that_picks_are_balanced_over_experts(op: Any, products: int) -> None:
+    """Up has twice the FLOPs of down. Forward runs both. Backward runs up again, and two products
+    for the gradients of each."""
     whole = work_of(op, 256, 8, 8)
     assert whole == products * 2 * (2 * 256) * 32 * 64
     for split in (2, 4, 8):
@@ -156,7 +152,7 @@ def test_the_order_of_experts_does_not_matter() -> None:
     for order in itertools.permutations(range(3)):
         place = torch.full((5,), 3)
         place[list(order)] = torch.arange(3)
-        place[3], place[4] = 3, -1  # what picked no expert still does
+        place[3], place[4] = 3, -1  # picks without an expert stay so
         moved = place[torch.where(ids < 0, 4, ids)]
         again = ops.experts(x, moved, gates, up[list(order)], down[list(order)], "silu", 3)
         torch.testing.assert_close(again, whole)

@@ -1,4 +1,4 @@
-"""explain and diff: golden texts of a plan made by hand, patterns, notebooks."""
+"""explain and diff: golden texts of a handwritten plan, patterns, notebooks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from autopar.planner.pipeline.step_schedule import step_time
 from autopar.plans import COMPUTE, Flip, Plan
 
 
-def test_an_explanation_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
+def test_an_explanation_has_its_golden_text(golden: Callable[[str, str], None]) -> None:
     golden("explain.txt", str(explain(made_plan())))
 
 
-def test_a_pattern_shows_every_decision_of_its_modules_only(
+def test_a_pattern_shows_only_the_decisions_of_its_modules(
     golden: Callable[[str, str], None],
 ) -> None:
     golden("explain_up.txt", str(explain(made_plan(), module="net.layers.1.up")))
@@ -33,11 +33,11 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_the_modules() -> 
         explain(made_plan(), module="net.layer.*")
 
 
-def test_a_diff_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
+def test_a_diff_has_its_golden_text(golden: Callable[[str, str], None]) -> None:
     golden("diff.txt", str(diff(made_plan(recompute=False), made_plan())))
 
 
-def test_constraints_that_differ_are_said_as_they_were_written() -> None:
+def test_different_constraints_are_shown_as_written() -> None:
     plan = made_plan()
     asked = replace(
         plan,
@@ -51,7 +51,7 @@ def test_constraints_that_differ_are_said_as_they_were_written() -> None:
     ).replace("\n", " ")
 
 
-def test_a_plan_may_be_a_file_and_what_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_plan_may_be_a_file_and_other_objects_are_refused(tmp_path: Path) -> None:
     plan = made_plan()
     plan.save(tmp_path / "plan.json")
     assert str(explain(tmp_path / "plan.json")) == str(explain(plan))
@@ -61,7 +61,7 @@ def test_a_plan_may_be_a_file_and_what_is_none_is_refused(tmp_path: Path) -> Non
             refused(3)  # type: ignore[arg-type, operator]
 
 
-def test_what_lies_on_hosts_is_told_in_one_order_whatever_the_plans_mapping_has() -> None:
+def test_host_memory_is_listed_in_a_fixed_order() -> None:
     plan = made_plan()
     kinds = {"parameters": 1024, "optimizer": 2048, "gradients": 512}
     plan = replace(plan, prediction=replace(plan.prediction, host_bytes=kinds))
@@ -70,13 +70,13 @@ def test_what_lies_on_hosts_is_told_in_one_order_whatever_the_plans_mapping_has(
         assert f"per device: {told}\n" in str(explain(same))
 
 
-def test_a_plan_does_not_differ_from_itself() -> None:
+def test_the_diff_of_a_plan_with_itself_is_empty() -> None:
     same = diff(made_plan(), made_plan())
     assert same.changes == ()
     assert same.num_equal == 5
 
 
-def test_a_module_of_one_plan_only_is_told() -> None:
+def test_a_diff_names_modules_of_only_one_plan() -> None:
     plan = made_plan()
     entries = tuple(e for e in plan.entries if not e.module.startswith("net.layers.*.attention"))
     other = type(plan)(**{**{f: getattr(plan, f) for f in plan.__slots__}, "entries": entries})
@@ -92,7 +92,7 @@ def test_notebooks_show_the_same_tables() -> None:
     assert "Best alternatives" in page
 
 
-def test_an_explanation_of_stages_reads_as_it_should(golden: Callable[[str, str], None]) -> None:
+def test_an_explanation_of_stages_has_its_golden_text(golden: Callable[[str, str], None]) -> None:
     golden("explain_stages.txt", str(explain(made_staged_plan())))
 
 
@@ -101,7 +101,7 @@ def test_equal_neighbouring_stages_are_one_section() -> None:
     assert [(section.first, section.last) for section in found.sections] == [(0, 0), (1, 2), (3, 3)]
 
 
-def test_a_stage_waits_for_what_the_step_is_longer_than_its_microbatches() -> None:
+def test_the_waiting_time_of_a_stage_is_the_step_minus_its_microbatches() -> None:
     plan = made_staged_plan(microbatches=8)
     assert plan.pipeline is not None
     text = str(explain(plan))
@@ -110,7 +110,7 @@ def test_a_stage_waits_for_what_the_step_is_longer_than_its_microbatches() -> No
         assert f"{waits:.1%}".replace("%", " %") in text
 
 
-def test_what_a_stage_receives_is_told_apart_from_its_collectives() -> None:
+def test_transfers_between_stages_are_listed_separately_from_collectives() -> None:
     found = explain(made_staged_plan())
     received = [
         sum(t.time_s for p in s.explanation.parts for t in p.transfers if t.kind == "receive")
@@ -131,7 +131,7 @@ def test_a_pattern_shows_only_the_stages_that_have_its_modules() -> None:
         explain(made_staged_plan(), module="net.layers.12.up")
 
 
-def test_what_would_turn_a_choice_is_told_in_its_stage_and_of_the_modules_asked_for() -> None:
+def test_changes_that_turn_a_choice_are_shown_per_stage_and_for_requested_modules() -> None:
     key, other = "net.layers.*.up/dot/forward/0", "S(0) R, R R -> S(0) R"
     turning = tuple(
         Flip(key, other, 4e-3, what, factor, stage)
@@ -151,7 +151,7 @@ def test_what_would_turn_a_choice_is_told_in_its_stage_and_of_the_modules_asked_
     )
 
 
-def test_a_diff_of_stages_says_cuts_microbatches_and_schedule_first(
+def test_a_diff_of_stages_starts_with_cuts_microbatches_and_schedule(
     golden: Callable[[str, str], None],
 ) -> None:
     first, second = made_staged_plan(schedule="gpipe"), made_staged_plan(microbatches=4)
@@ -181,7 +181,7 @@ def test_a_diff_of_stages_and_a_whole_model_compares_modules_by_their_shares_of_
     assert [name for name, *_ in both] == [WAITING] * 2
 
 
-def test_a_stage_of_one_plan_only_is_told() -> None:
+def test_a_diff_names_stages_of_only_one_plan() -> None:
     plan = made_staged_plan()
     assert plan.pipeline is not None
     fewer = replace(plan, pipeline=replace(plan.pipeline, stages=plan.pipeline.stages[:3]))
@@ -189,7 +189,7 @@ def test_a_stage_of_one_plan_only_is_told() -> None:
     assert all(c.module.startswith("stage 3: ") for c in diff(plan, fewer).changes)
 
 
-def test_a_plan_with_stages_is_read_back_as_it_was_written_and_damage_is_refused() -> None:
+def test_a_plan_with_stages_round_trips_and_damaged_files_are_refused() -> None:
     plan = made_staged_plan()
     assert Plan.loads(plan.dumps()) == plan
     assert (
@@ -200,7 +200,7 @@ def test_a_plan_with_stages_is_read_back_as_it_was_written_and_damage_is_refused
         Plan.loads(plan.dumps().replace('"layout": "S(0) R"', '"layout": "S(0)"'))
 
 
-def test_interleaved_stages_are_told_by_rank() -> None:
+def test_interleaved_stages_are_explained_by_rank() -> None:
     plan = made_staged_plan(schedule="interleaved_1f1b", microbatches=4)
     assert plan.pipeline is not None
     found = explain(plan)
@@ -214,7 +214,7 @@ def test_interleaved_stages_are_told_by_rank() -> None:
     assert f"the devices of rank 0, the busiest, work for {seconds(busy)} of it" in text
 
 
-def test_what_a_runner_up_costs_is_told_of_the_step_as_well() -> None:
+def test_the_cost_of_a_runner_up_is_given_per_microbatch_and_per_step() -> None:
     plan = made_staged_plan(microbatches=8)
     assert plan.pipeline is not None
     times = [stage.prediction.step_s for stage in plan.pipeline.stages]

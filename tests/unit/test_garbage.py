@@ -1,4 +1,4 @@
-"""Garbage is collected seldom for a while, and then as before."""
+"""A context collects garbage rarely, and restores the thresholds afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def thresholds() -> Iterator[None]:
 
 
 def num_young_collections() -> int:
-    """While a hundred thousand objects are made that stay."""
+    """Return the number of young collections while 100,000 objects are created and kept."""
     before = gc.get_stats()[0]["collections"]
     kept = [[i] for i in range(100_000)]
     after = gc.get_stats()[0]["collections"]
@@ -26,7 +26,7 @@ def num_young_collections() -> int:
     return after - before
 
 
-def test_it_is_collected_seldom_within_and_as_before_after() -> None:
+def test_garbage_is_collected_rarely_within_the_context_and_as_before_afterwards() -> None:
     gc.set_threshold(700, 10, 10)
     assert num_young_collections() > 50
     with collected_seldom():
@@ -38,7 +38,7 @@ def test_it_is_collected_seldom_within_and_as_before_after() -> None:
     assert num_young_collections() > 50
 
 
-def test_an_error_brings_it_back_too() -> None:
+def test_an_error_restores_the_collection() -> None:
     gc.set_threshold(700, 10, 10)
     with pytest.raises(ValueError, match="within"), collected_seldom():
         raise ValueError("within")
@@ -46,7 +46,7 @@ def test_an_error_brings_it_back_too() -> None:
 
 
 @pytest.mark.parametrize("asked", [(10**6, 50, 5), (0, 10, 10)])
-def test_what_is_seldomer_still_stays(asked: tuple[int, int, int]) -> None:
+def test_a_higher_threshold_is_kept(asked: tuple[int, int, int]) -> None:
     gc.set_threshold(*asked)
     with collected_seldom():
         assert gc.get_threshold() == asked

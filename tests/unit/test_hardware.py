@@ -1,4 +1,4 @@
-"""Hardware profiles: what is shipped loads, what is damaged is refused by name."""
+"""Hardware profiles: shipped profiles load, and damaged profiles are refused with the field."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def data() -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_the_shipped_profiles_are_named() -> None:
+def test_the_names_of_the_shipped_profiles() -> None:
     assert HardwareProfile.names() == SHIPPED
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_figure_of_a_shipped_profile_has_unit_source_and_date(name: str) -> None:
+def test_every_figure_of_a_shipped_profile_has_a_unit_a_source_and_a_date(name: str) -> None:
     profile = HardwareProfile.load(name)
     assert profile.name == name
     assert all(f.unit and len(f.source) > 20 and f.date for f in profile.figures.values())
@@ -49,7 +49,7 @@ def test_every_figure_of_a_shipped_profile_has_unit_source_and_date(name: str) -
     assert tuple(profile.links) == LINKS
 
 
-def test_an_h100_is_the_one_of_the_data_sheet() -> None:
+def test_the_h100_profile_matches_the_data_sheet() -> None:
     profile = HardwareProfile.load("h100-sxm")
     assert profile.device_memory_bytes == 80_000_000_000
     assert profile.memory_bandwidth_bytes_per_s == 3.35e12
@@ -66,7 +66,7 @@ def test_the_efficiency_of_large_matmuls_stays_below_the_best_published_shape() 
         )
 
 
-def test_the_link_between_nodes_is_slower_than_the_one_within() -> None:
+def test_the_link_between_nodes_is_slower_than_the_link_within_a_node() -> None:
     for name in ("h100-sxm", "h200-sxm", "a100-sxm-80gb"):
         links = HardwareProfile.load(name).links
         assert links["inter"].bandwidth_bytes_per_s < links["intra"].bandwidth_bytes_per_s
@@ -103,7 +103,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         HardwareProfile.load(tmp_path / "nowhere.json")
 
 
-def test_a_machine_that_was_not_measured_says_how_to(
+def test_a_missing_local_profile_is_refused_with_the_command_that_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
@@ -111,7 +111,7 @@ def test_a_machine_that_was_not_measured_says_how_to(
         HardwareProfile.load("local")
 
 
-def test_a_measured_machine_is_local(
+def test_the_profile_of_a_measured_machine_is_named_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_measured_machine_is_local(
     assert HardwareProfile.load("local").device_memory_bytes == 80_000_000_000
 
 
-def test_a_file_that_is_no_json_says_so(tmp_path: Path) -> None:
+def test_a_profile_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(HardwareError, match="not JSON"):
         HardwareProfile.load(tmp_path / "a.json")
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_json_says_so(tmp_path: Path) -> None:
         ("Infinity", "Infinity is not a JSON number"),
     ],
 )
-def test_a_file_too_deep_or_with_numbers_too_large_says_so(
+def test_a_profile_that_is_too_deep_or_has_too_large_numbers_is_refused(
     value: str, complaint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.json").write_text('{"device_memory_bytes": {"value": ' + value + "}}")
@@ -143,7 +143,9 @@ def test_a_file_too_deep_or_with_numbers_too_large_says_so(
         HardwareProfile.load(tmp_path / "a.json")
 
 
-def test_an_integer_that_no_float_holds_is_refused_with_its_field(data: dict[str, Any]) -> None:
+def test_an_integer_beyond_the_range_of_floats_is_refused_with_its_field(
+    data: dict[str, Any],
+) -> None:
     data["device_memory_bytes"]["value"] = 10**400
     with pytest.raises(HardwareError, match=r"device_memory_bytes\.value must be a number"):
         HardwareProfile.from_json(data)
@@ -226,7 +228,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_a_damaged_profile_is_refused_naming_the_field(
+def test_a_damaged_profile_is_refused_with_the_field(
     data: dict[str, Any], damage: Callable[[Any], None], message: str
 ) -> None:
     damaged = copy.deepcopy(data)
@@ -235,12 +237,12 @@ def test_a_damaged_profile_is_refused_naming_the_field(
         HardwareProfile.from_json(damaged, where="mine.json")
 
 
-def test_a_profile_that_is_no_object_is_refused() -> None:
+def test_a_profile_that_is_not_a_json_object_is_refused() -> None:
     with pytest.raises(HardwareError, match="must be an object, got list"):
         HardwareProfile.from_json([])
 
 
-def test_a_curve_goes_through_its_points_and_keeps_latency_and_bandwidth_beyond() -> None:
+def test_a_curve_interpolates_its_points_and_extrapolates_latency_and_bandwidth() -> None:
     curve = Curve.curve_through([(100.0, 2.0), (10.0, 1.0)])
     assert [curve.time_s(x) for x in (1, 10, 100, 1000)] == [1.0, 1.0, 2.0, 20.0]
     assert math.isclose(curve.time_s(math.sqrt(1000)), math.sqrt(2))
@@ -253,7 +255,7 @@ positive = st.floats(1e-3, 1e12)
     points=st.lists(st.tuples(positive, positive), min_size=1, max_size=8),
     sizes=st.lists(positive, min_size=2, max_size=8),
 )
-def test_a_curve_never_falls_however_noisy_its_points(
+def test_a_curve_of_noisy_points_is_monotonic(
     points: list[tuple[float, float]], sizes: list[float]
 ) -> None:
     curve = Curve.curve_through(points)
@@ -261,7 +263,7 @@ def test_a_curve_never_falls_however_noisy_its_points(
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
 
 
-def test_a_profile_may_say_what_kernels_reach_and_by_itself_says_nothing(
+def test_a_profile_may_have_kernel_figures_and_has_none_by_default(
     data: dict[str, Any],
 ) -> None:
     assert [name for name in SHIPPED if HardwareProfile.load(name).kernels] == [

@@ -29,7 +29,7 @@ def test_a_configuration_becomes_a_model_on_meta_with_a_batch_that_has_labels() 
     assert model.training
 
 
-def test_weights_and_batch_come_from_the_seed_and_leave_the_users_generator_alone() -> None:
+def test_weights_and_batch_depend_on_the_seed_and_not_on_the_global_generator() -> None:
     state = torch.get_rng_state()
     (a, x), (b, y), (c, _) = (
         hf.build(
@@ -51,7 +51,7 @@ def test_dropout_is_0_unless_the_settings_say_otherwise() -> None:
 
 
 @pytest.mark.parametrize("kind", ["data2vec-audio", "wav2vec2"])
-def test_a_sound_is_not_masked_at_random(kind: str) -> None:
+def test_audio_inputs_are_not_masked_at_random(kind: str) -> None:
     config = hf.build(f"{kind}/AutoModelForAudioClassification:{{}}", seq=800)[0].config
     assert config.mask_time_prob == config.mask_feature_prob == 0.0
     asked = hf.build(f'{kind}/AutoModelForAudioClassification:{{"mask_time_prob": 0.25}}', seq=800)[
@@ -148,7 +148,7 @@ def test_dropouts_in_lists_and_in_nested_configurations_are_0_too() -> None:
         ),
     ],
 )
-def test_a_batch_fits_what_the_model_reads_and_its_head(
+def test_a_batch_has_the_inputs_of_the_model_and_of_its_head(
     spec: str, inputs: dict[str, tuple[int, ...] | None]
 ) -> None:
     _, batch = hf.build(spec, batch=2, seq=8, image=64)
@@ -158,7 +158,7 @@ def test_a_batch_fits_what_the_model_reads_and_its_head(
     } == inputs
 
 
-def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it() -> None:
+def test_a_text_has_one_image_token_per_image_feature() -> None:
     text = {
         "num_hidden_layers": 1,
         "hidden_size": 32,
@@ -195,7 +195,7 @@ def test_a_text_has_as_many_tokens_of_an_image_as_the_model_makes_features_of_it
         ("mistral3", {"spatial_merge_size": 2}, (2, 3, 32, 32), [[32, 32], [32, 32]], 4),
     ],
 )
-def test_images_come_in_the_form_that_the_model_takes_with_as_many_tokens_as_it_makes_of_them(
+def test_images_have_the_input_format_of_the_model_and_matching_image_tokens(
     kind: str,
     settings: dict[str, Any],
     pixels: tuple[int, ...],
@@ -240,9 +240,7 @@ def test_images_come_in_the_form_that_the_model_takes_with_as_many_tokens_as_it_
     assert model(**batch).loss.isfinite()
 
 
-def test_a_model_that_looks_at_values_where_it_reads_images_is_asked_itself_not_a_twin_without_values() -> (  # noqa: E501
-    None
-):
+def test_a_model_that_reads_image_values_is_run_with_values_to_count_features() -> None:
     sizes = {
         "num_hidden_layers": 1,
         "hidden_size": 32,
@@ -276,7 +274,7 @@ def test_a_model_that_looks_at_values_where_it_reads_images_is_asked_itself_not_
         hf.build(spec, batch=2, seq=8)
 
 
-def test_settings_in_which_layers_may_differ_are_known() -> None:
+def test_settings_that_may_differ_between_layers_are_known() -> None:
     sizes = {
         "num_hidden_layers": 2,
         "hidden_size": 32,
@@ -302,7 +300,7 @@ def test_settings_in_which_layers_may_differ_are_known() -> None:
         ('t5:{"num_layers": 1}', "T5ForConditionalGeneration", (2, 8)),
     ],
 )
-def test_the_head_is_the_one_named_else_the_first_that_the_type_has(
+def test_the_head_is_the_named_one_or_the_first_of_the_model_type(
     spec: str, kind: str, labels: tuple[int, ...]
 ) -> None:
     model, batch = hf.build(spec, batch=2, seq=8)
@@ -338,7 +336,7 @@ def test_known_sizes_have_the_published_number_of_parameters(
         ('xlstm:{"v_head_dim": 8}', "cannot build"),
     ],
 )
-def test_a_spec_that_cannot_be_read_says_why(spec: str, complaint: str) -> None:
+def test_an_invalid_spec_is_refused_with_the_reason(spec: str, complaint: str) -> None:
     with pytest.raises(AutoparError, match=complaint):
         hf.build(spec)
 

@@ -1,4 +1,4 @@
-"""Axes along which a plan shares nothing are told."""
+"""The summary of a plan names axes along which nothing is sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.plans import idle_axes
 
 
 class Small(nn.Module):
-    """So small that sharing it takes longer."""
+    """A model that is so small that sharding makes it slower."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Summed(nn.Module):
         return self.model(input).pow(2).mean()
 
 
-def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
+def test_a_plan_names_the_axes_along_which_nothing_is_sharded() -> None:
     mesh, batch = autopar.Mesh({"node": 2, "gpu": 2}), (torch.randn(4, 2),)
     free = autopar.plan(Small(), mesh, example_inputs=batch, hardware="cpu-gloo")
     assert idle_axes(free) == ("node", "gpu")
@@ -73,7 +73,7 @@ def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
     ],
     ids=("free", "one axis", "stages", "stages and two axes"),
 )
-def test_what_is_advised_fits_what_was_asked_and_does_what_it_says(
+def test_the_advised_constraint_is_compatible_and_has_the_stated_effect(
     axes: dict[str, int], asked: tuple[Any, ...], advice: str
 ) -> None:
     model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"input": torch.randn(16, 4)}

@@ -1,5 +1,5 @@
-"""The forms of ops that write into an operand give what the ops do, bit for bit, and are found
-only where they may be."""
+"""The in-place forms of ops are bitwise equal to the ops, and exist only for ops that allow
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar import ops
 from autopar.ops.in_place import functional_form, in_place_form
 
 aten = torch.ops.aten
-GRADIENT, OTHER = object(), object()  # places of tensors
+GRADIENT, OTHER = object(), object()  # placeholders of tensors
 CALLS: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
     (aten.gelu_backward.default, (GRADIENT, OTHER), {"approximate": "tanh"}),
     (aten.silu_backward.default, (GRADIENT, OTHER), {}),
@@ -34,7 +34,7 @@ CALLS: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("target", "args", "kwargs"), CALLS, ids=[str(call[0]) for call in CALLS])
-def test_a_form_writes_what_the_op_gives_into_any_operand(
+def test_an_in_place_form_writes_the_result_of_the_op_into_any_operand(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> None:
     form, keyword = in_place_form(target) or pytest.fail(f"{target} has none")
@@ -53,20 +53,20 @@ def test_a_form_writes_what_the_op_gives_into_any_operand(
 @pytest.mark.parametrize(
     "target",
     [
-        aten._softmax_backward_data.default,  # reads whole rows
+        aten._softmax_backward_data.default,  # it reads whole rows
         aten.cumsum.default,
         aten.mm.default,
-        aten.native_dropout_backward.default,  # whose form torch has generated: it copies
+        aten.native_dropout_backward.default,  # torch generates its in-place form, which copies
         aten.add_.Tensor,
         ops.dot,
         ops.embedding_backward,
     ],
     ids=lambda target: getattr(target, "__name__", None) or str(target),
 )
-def test_others_have_none(target: Any) -> None:
+def test_other_ops_have_no_in_place_form(target: Any) -> None:
     assert in_place_form(target) is None
 
 
-def test_the_gradient_of_logits_has_one_of_its_own() -> None:
+def test_the_gradient_of_logits_has_a_custom_in_place_form() -> None:
     assert in_place_form(ops.cross_entropy_backward) == (ops.cross_entropy_backward_, "")
     assert functional_form(ops.cross_entropy_backward_) == (ops.cross_entropy_backward, "")

@@ -1,4 +1,4 @@
-"""JSON of files: what is read, and what is refused before it can do harm."""
+"""JSON text of files: what is accepted, and what is refused because it could do harm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autopar.errors import CONTROL
         [[]] * 1000,
     ],
 )
-def test_all_that_is_harmless_is_read_as_json_reads_it(value: Any) -> None:
+def test_harmless_text_is_read_as_by_the_json_module(value: Any) -> None:
     assert read_json(json.dumps(value)) == value
 
 
-def test_depth_is_bounded_and_said_with_its_line() -> None:
+def test_text_that_is_nested_too_deeply_is_refused_with_its_line() -> None:
     assert read_json("[" * MOST_LEVELS + "]" * MOST_LEVELS)
     with pytest.raises(ValueError, match=f"nested more than {MOST_LEVELS} levels deep: line 2"):
         read_json('[\n{"a": ' + "[" * MOST_LEVELS)
@@ -43,17 +43,17 @@ def test_depth_is_bounded_and_said_with_its_line() -> None:
         "-Infinity",
     ],
 )
-def test_numbers_that_no_64_bits_hold_are_refused(text: str) -> None:
+def test_numbers_beyond_64_bits_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text[:8])):
         read_json(f'{{"a": {text}}}')
 
 
-def test_a_text_without_end_is_scanned_once() -> None:
+def test_an_unterminated_text_is_scanned_only_once() -> None:
     with pytest.raises(ValueError, match="Unterminated string"):
         read_json('["' + '\\"' * 500_000)
 
 
-def test_a_key_that_stands_twice_in_an_object_is_refused() -> None:
+def test_a_duplicate_key_in_an_object_is_refused() -> None:
     assert read_json('[{"a": 1}, {"a": {"a": 2}}]') == [{"a": 1}, {"a": {"a": 2}}]
     with pytest.raises(ValueError, match="the key 'a' occurs twice"):
         read_json('[{"b": {"a": 1, "b": 0, "a": 1}}]')
@@ -72,7 +72,7 @@ def test_a_key_that_stands_twice_in_an_object_is_refused() -> None:
         '["a", "\u202ex"]',
     ],
 )
-def test_control_characters_are_refused_in_what_is_shown(text: str) -> None:
+def test_control_characters_are_refused_in_displayed_text(text: str) -> None:
     assert read_json(text) == json.loads(text)
     with pytest.raises(ValueError, match=r"contains the control character '\\") as raised:
         read_json(text, without=CONTROL)

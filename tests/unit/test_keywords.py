@@ -1,5 +1,5 @@
-"""Arguments that a user misspells or leaves out are refused with the nearest name, and module
-patterns with the nearest path."""
+"""Misspelled or missing arguments are refused with the nearest name, and module patterns without a
+match with the nearest path."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ anything: Any = autopar
         ),  # type: ignore[call-arg]
     ],
 )
-def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_name(
+def test_misspelled_or_missing_arguments_are_refused_with_the_nearest_name(
     call: Callable[[], Any], what: str, remedy: str
 ) -> None:
     with pytest.raises(ArgumentError, match=what) as refused:
@@ -74,7 +74,7 @@ def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_na
         and "help(" in refused.value.remedy
         and "docs/" in refused.value.remedy
     )
-    assert isinstance(refused.value, TypeError)  # what Python itself raises
+    assert isinstance(refused.value, TypeError)  # the exception of Python
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_na
         "tensor_parallel",
     ],
 )
-def test_every_constraint_names_an_argument_that_it_does_not_have(name: str) -> None:
+def test_every_constraint_names_unknown_arguments(name: str) -> None:
     make = getattr(autopar.constraints, name)
     with pytest.raises(ArgumentError, match=f"autopar.constraints.{name} has no argument 'sp'"):
         make(sp=True)
 
 
-def test_a_misspelt_constraint_on_the_command_line_is_told_with_the_nearest_name() -> None:
+def test_a_misspelled_constraint_on_the_command_line_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConstraintError, match=r"'fspd' is not a constraint(.|\n)*mean fsdp\?"):
         parse_constraint("fspd")
 
 
-def test_a_type_error_of_what_is_called_is_its_own() -> None:
+def test_a_type_error_raised_inside_the_called_function_is_unchanged() -> None:
     class Wrong(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise TypeError("of the model")
@@ -143,7 +143,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_path(
         )
 
 
-def test_a_pattern_of_a_module_without_what_is_forced_says_so() -> None:
+def test_a_pattern_of_a_module_without_the_forced_parameter_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     with pytest.raises(ConstraintError, match="module '0' exists, but has no bias"):
         autopar.plan(

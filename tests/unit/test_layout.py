@@ -1,4 +1,4 @@
-"""Layouts: the codec, the order of splitters, and the parts that ranks hold."""
+"""Layouts: the text format, the order of the axes that split a dim, and the shards of ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-def test_a_layout_reads_back_what_it_prints_and_equal_layouts_print_alike(layout: Layout) -> None:
+def test_a_layout_round_trips_through_its_text_and_equal_layouts_have_equal_text(
+    layout: Layout,
+) -> None:
     again = Layout.parse(str(layout))
     assert again == layout and hash(again) == hash(layout) and str(again) == str(layout)
 
 
 @given(st.lists(PLACEMENTS, min_size=1, max_size=4), st.data())
-def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(
+def test_the_order_of_axes_matters_only_among_axes_that_split_the_same_dim(
     placements: list[Placement], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(placements))))
@@ -64,7 +66,7 @@ def test_the_order_of_axes_counts_only_among_those_that_split_one_dim(
         ("S(0)#2 R S(0)#0 S(0)#1", (Shard(0), REPLICATE, Shard(0), Shard(0)), (2, 1, 3, 0)),
     ],
 )
-def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
+def test_the_parser_reads_placements_and_the_order_of_splitting_axes(
     text: str, placements: tuple[Placement, ...], order: tuple[int, ...]
 ) -> None:
     layout = Layout.parse(text)
@@ -72,7 +74,7 @@ def test_the_codec_reads_placements_and_the_rank_of_each_splitter(
     assert layout.order == order
 
 
-def test_a_halo_is_another_placement_than_the_plain_shard_and_counts_in_the_local_shape() -> None:
+def test_a_halo_differs_from_the_plain_shard_and_is_part_of_the_local_shape() -> None:
     plain, around = Layout.parse("S(1) R"), Layout.parse("S(1)~2~1 R")
     assert (
         plain != around
@@ -95,7 +97,7 @@ def test_a_halo_is_another_placement_than_the_plain_shard_and_counts_in_the_loca
     assert pickle.loads(pickle.dumps(Halo(1, 2, 1, lowest=True))) == Halo(1, 2, 1, lowest=True)
 
 
-def test_mirrored_parts_are_another_placement_than_the_plain_shard_and_as_long() -> None:
+def test_a_mirrored_shard_differs_from_the_plain_shard_and_has_its_length() -> None:
     plain, mirrored = Layout.parse("S(1) R"), Layout.parse("S(1)~mirrored R")
     assert plain != mirrored and mirrored.special == (Mirrored(1),) and not mirrored.has_halo
     assert (
@@ -125,7 +127,7 @@ def test_mirrored_parts_are_another_placement_than_the_plain_shard_and_as_long()
         ("S(0)~mirrored S(1)", 16, True),
     ],
 )
-def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_length(
+def test_mirrored_shards_need_one_splitting_axis_and_an_even_length(
     text: str, size: int, fits: bool
 ) -> None:
     assert Layout.parse(text).fits((size, 2), (4, 2)) == fits
@@ -141,7 +143,7 @@ def test_mirrored_parts_fit_where_one_axis_splits_the_dim_into_parts_of_an_even_
         ("S(0)~2~0 R", 7, False),
     ],
 )
-def test_a_halo_fits_where_one_axis_splits_the_dim_and_every_part_has_what_its_neighbours_take(
+def test_a_halo_needs_one_splitting_axis_and_shards_at_least_as_long_as_the_halo(
     text: str, size: int, fits: bool
 ) -> None:
     assert Layout.parse(text).fits((size, 1), (4, 2)) == fits
@@ -165,18 +167,18 @@ def test_a_halo_fits_where_one_axis_splits_the_dim_and_every_part_has_what_its_n
         "S(0)~1~1#0",
     ],
 )
-def test_what_is_no_layout_is_refused_by_its_token_with_an_example(text: str) -> None:
+def test_an_invalid_layout_is_refused_with_the_token_and_an_example(text: str) -> None:
     with pytest.raises(LayoutError, match=r"cannot read '.+' in layout(.|\n)*S\(0\) R"):
         Layout.parse(f"R {text}")
 
 
 @pytest.mark.parametrize("order", [(0,), (0, 0), (1, 2), (0, 1, 2)])
-def test_an_order_that_is_no_permutation_of_the_axes_is_refused(order: tuple[int, ...]) -> None:
+def test_an_order_that_is_not_a_permutation_of_the_axes_is_refused(order: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="not a permutation of 2 axes"):
         Layout((Shard(0), Shard(0)), order)
 
 
-def test_an_axis_that_newly_splits_a_dim_becomes_its_innermost_splitter() -> None:
+def test_a_new_axis_that_splits_a_dim_becomes_the_innermost() -> None:
     layout = Layout.parse("R S(0)").with_placement(0, Shard(0))
     assert str(layout) == "S(0)#1 S(0)#0"
     assert layout.splitters(0) == (1, 0)
@@ -185,7 +187,7 @@ def test_an_axis_that_newly_splits_a_dim_becomes_its_innermost_splitter() -> Non
     assert str(layout.with_placement(1, REPLICATE)) == "S(0) R"
 
 
-def test_a_layout_says_whether_it_is_whole_and_whether_it_is_a_partial_sum() -> None:
+def test_a_layout_knows_if_it_is_replicated_or_a_partial_sum() -> None:
     assert Layout.replicated(2) == Layout.parse("R R") and Layout.replicated(2).is_replicated
     assert not Layout.parse("R S(0)").is_replicated and not Layout.parse("P R").is_replicated
     assert Layout.parse("P(max) R").has_partial and not Layout.parse("R S(0)").has_partial
@@ -197,11 +199,11 @@ def test_a_layout_says_whether_it_is_whole_and_whether_it_is_a_partial_sum() -> 
         ("S(0) R", True, True),
         ("S(0) S(0)", True, True),
         ("R S(0)", True, True),
-        ("S(1) R", False, True),  # 5 in two: 3 and 2
-        ("R S(1)", False, False),  # 5 in four: 2, 2, 1 and nothing
+        ("S(1) R", False, True),  # 5 in two parts: 3 and 2
+        ("R S(1)", False, False),  # 5 in four parts: 2, 2, 1 and 0
         ("S(1) S(1)", False, False),
         ("S(1) S(0)", False, True),
-        ("S(2) R", False, False),  # there is no such dim
+        ("S(2) R", False, False),  # the dim does not exist
         ("R P", True, True),
     ],
 )
@@ -212,7 +214,7 @@ def test_a_layout_divides_or_fits_a_shape_on_a_mesh(text: str, divides: bool, fi
 
 
 @given(size=st.integers(1, 40), parts=st.integers(1, 9))
-def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets_something(
+def test_one_axis_splits_a_dim_as_torch_chunk_and_needs_a_part_for_every_rank(
     size: int, parts: int
 ) -> None:
     layout = Layout((Shard(0),))
@@ -228,12 +230,12 @@ def test_one_axis_splits_a_dim_as_torch_chunks_it_and_fits_where_every_rank_gets
     st.permutations([0, 1, 2]),
     st.sampled_from([(2, 3, 2), (4, 1, 2), (3, 3, 1)]),
 )
-def test_the_parts_of_all_ranks_cover_a_dim_once_in_the_order_of_its_splitters(
+def test_the_shards_of_all_ranks_cover_a_dim_once_in_the_order_of_the_axes(
     size: int, order: list[int], mesh_shape: tuple[int, ...]
 ) -> None:
     layout = Layout((Shard(0),) * 3, order)
     covered: list[int] = []
-    # ranks in the order of the splitters, outermost first, hold one part after the other
+    # ranks ordered by the splitting axes, outermost first, hold consecutive parts
     for position in itertools.product(*(range(mesh_shape[axis]) for axis in order)):
         coordinate = [position[order.index(axis)] for axis in range(3)]
         start, length = local_range(size, layout, 0, mesh_shape, coordinate)
@@ -241,7 +243,7 @@ def test_the_parts_of_all_ranks_cover_a_dim_once_in_the_order_of_its_splitters(
     assert covered == list(range(size))
 
 
-def test_the_largest_part_is_that_of_the_origin_and_replicas_are_whole() -> None:
+def test_the_first_rank_has_the_largest_shard_and_replicas_are_full() -> None:
     layout = Layout.parse("S(1) R S(0)#1 S(0)#0")
     mesh_shape, shape = (2, 3, 2, 2), (8, 5, 3)
     assert local_shape(shape, layout, mesh_shape) == (2, 3, 3)
@@ -261,7 +263,7 @@ def test_a_strategy_prints_operands_and_results() -> None:
 @pytest.mark.parametrize(
     "text", ["S(0)#7", "S(0)#0 S(0)", "S(0)#1 S(0)#1", "S(0)#1 S(0)#2", "S(1)#1 S(0)#0"]
 )
-def test_an_order_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_order_is_refused(text: str) -> None:
     with pytest.raises(
         LayoutError, match=r"does not specify the order of the axes that split dim \d"
     ):
@@ -277,7 +279,9 @@ def test_an_order_that_is_none_is_refused(text: str) -> None:
         ("S(0)#0 S(0)#1", "S(0)#1 S(0)#0", False),
     ],
 )
-def test_layouts_split_alike_where_a_rank_has_the_same_place(a: str, b: str, alike: bool) -> None:
+def test_layouts_split_alike_if_each_rank_has_the_same_position(
+    a: str, b: str, alike: bool
+) -> None:
     assert (
         Layout.parse(a).splits_like(Layout.parse(b))
         == Layout.parse(b).splits_like(Layout.parse(a))

@@ -1,5 +1,4 @@
-"""Names that are imported when they are asked for: all are there, none costs torch before it is
-needed."""
+"""Lazily imported names: all exist, and none imports torch before it is needed."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ finally:
 
 
 def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a process of its own says, which has imported nothing."""
+    """Run code in a new process, which has imported nothing, and return the finished process."""
     code = f"HEAVY = {HEAVY}\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -81,7 +80,9 @@ def fresh(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda arguments: " ".join(arguments).replace(__file__, "FILE"),
 )
-def test_help_and_what_is_mistyped_are_told_without_torch(arguments: tuple[str, ...]) -> None:
+def test_help_and_errors_of_mistyped_arguments_do_not_import_torch(
+    arguments: tuple[str, ...],
+) -> None:
     said = fresh(RUN, *arguments)
     assert said.stderr.splitlines()[-1] == "heavy:", said.stderr
     assert (said.returncode == 0) == ("--help" in arguments or arguments == ("--version",)), (
@@ -89,7 +90,7 @@ def test_help_and_what_is_mistyped_are_told_without_torch(arguments: tuple[str, 
     )
 
 
-def test_what_says_nothing_of_tensors_is_there_without_torch() -> None:
+def test_names_that_do_not_use_tensors_do_not_import_torch() -> None:
     code = (
         "import sys, autopar\nautopar.Mesh, autopar.HardwareProfile, autopar.AutoparError,"
         " autopar.__version__, dir(autopar)\n"
@@ -99,7 +100,7 @@ def test_what_says_nothing_of_tensors_is_there_without_torch() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_there_at_once_is_there_when_asked_for() -> None:
+def test_submodules_and_star_imports_work_lazily() -> None:
     code = (
         "import autopar\nprint(autopar.constraints.ddp(), autopar.rules.register.__name__)\nfrom"
         " autopar import *\nprint(plan.__name__)"
@@ -108,7 +109,7 @@ def test_what_was_there_at_once_is_there_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize("package", [autopar, hf], ids=lambda package: package.__name__)
-def test_every_name_is_there_and_shown(package: ModuleType) -> None:
+def test_every_public_name_exists_and_is_in_dir(package: ModuleType) -> None:
     assert set(package.__all__) <= set(dir(package)) and not {
         "lazily",
         "TYPE_CHECKING",
@@ -123,9 +124,9 @@ def test_every_name_is_there_and_shown(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("package", [autopar, hf], ids=lambda package: package.__name__)
-def test_type_checkers_see_the_names_that_there_are(package: ModuleType) -> None:
-    """Every import for type checkers gives what the package gives, and `__all__` has nothing
-    else."""
+def test_type_checkers_see_the_public_names(package: ModuleType) -> None:
+    """Every import for type checkers is the object that the package returns, and `__all__` has no
+    other names."""
     tree = ast.parse(Path(inspect.getfile(package)).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module]
@@ -169,14 +170,12 @@ for number in range(2):
 
 
 @pytest.mark.slow
-def test_the_plain_model_and_its_weights_are_freed_after_compile_the_first_of_a_process_too() -> (
-    None
-):
+def test_the_plain_model_is_freed_after_the_first_compile_of_a_process_too() -> None:
     done = fresh(FREED)
     assert done.stdout.split("\n")[:2] == ["0 True True", "1 True True"], done.stdout + done.stderr
 
 
-def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_importer(
+def test_a_module_that_stores_an_import_error_keeps_no_frame_of_its_importer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    kept = error\n"
@@ -198,7 +197,7 @@ def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_imp
         import_in_thread("no_such_module")
 
 
-def test_an_import_leaves_the_scripts_random_numbers_as_they_were(
+def test_the_import_does_not_change_the_global_random_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "draws_when_imported.py").write_text(

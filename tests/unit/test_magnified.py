@@ -1,5 +1,5 @@
-"""Models that magnify what they round to float32 themselves: what they are compared with, and
-how closely."""
+"""Models that amplify the rounding of their float32 parts: the reference and the tolerance of their
+verification."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MESH, H100 = Mesh({"gpu": 2}), HardwareProfile.load("h100-sxm")
 
 
 class Phases(nn.Module):
-    """Sines of float32 numbers up to `largest`: of a large one the last digit counts, 1e4 is
-    known to 5e-4."""
+    """A model with sines of float32 numbers up to `largest`. Large numbers are inexact: 1e4 has an
+    error of 5e-4."""
 
     def __init__(self, largest: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Phases(nn.Module):
         return (self.linear(x) * waves).square().mean() * self.scale
 
 
-def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtype() -> None:
+def test_a_model_that_amplifies_float32_rounding_is_compared_in_its_own_dtype() -> None:
     torch.manual_seed(0)
     model, batch = Phases(4e4), (torch.randn(8, 8),)
     trace = capture(model, batch)
@@ -41,9 +41,7 @@ def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtyp
     assert "cannot be compared in float64: the ops in" in str(found)
 
 
-def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_strictly_as_all_else() -> (  # noqa: E501
-    None
-):
+def test_a_model_with_less_amplification_is_compared_with_its_parts_in_float64() -> None:
     torch.manual_seed(0)
     model, batch = Phases(400.0), (torch.randn(8, 8),)
     trace = capture(model, batch)
@@ -54,16 +52,16 @@ def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_s
     )
     assert found.lower_parts and found.apart is not None and 2e-6 < found.apart < 1e-4
     assert f"their rounding accounts for {found.apart:.2e}" in str(found)
-    model.scale = 1 + 1e-5  # of the same size as what is rounded, and not what was captured
+    model.scale = 1 + 1e-5  # as large as the rounding, but different from the capture
     with pytest.raises(VerificationError, match="the plain model computes a different"):
         verify_program(trace, program, model, batch, {})
 
 
-def test_what_is_as_far_away_in_its_own_dtype_is_no_rounding() -> None:
+def test_an_equally_large_difference_in_the_own_dtype_is_not_taken_for_rounding() -> None:
     torch.manual_seed(0)
     model, batch = Phases(1.0), (torch.randn(8, 8),)
     trace = capture(model, batch)
     program = make_plan(trace, MESH, H100, PlanOptions()).program
-    model.scale = 1.00009  # within what float32 is given, and not what was captured
+    model.scale = 1.00009  # within the tolerance of float32, but different from the capture
     with pytest.raises(VerificationError, match="the plain model computes a different"):
         verify_program(trace, program, model, batch, {})

@@ -1,4 +1,4 @@
-"""Meshes: axes, ranks, links, and what is no mesh."""
+"""Meshes: axes, ranks, links, and invalid meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESHES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(
 
 
 @given(MESHES)
-def test_a_mesh_comes_back_from_its_text_and_from_its_json(mesh: Mesh) -> None:
+def test_a_mesh_round_trips_through_text_and_json(mesh: Mesh) -> None:
     assert Mesh.parse(str(mesh)) == mesh
     assert Mesh.from_json(json.loads(json.dumps(mesh.to_json(), sort_keys=True))) == mesh
 
@@ -37,7 +37,7 @@ def test_ranks_are_row_major_and_every_rank_is_in_one_group_of_each_axis(mesh: M
             assert all(b - a == mesh.stride(axis) for a, b in itertools.pairwise(group))
 
 
-def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
+def test_a_mesh_is_built_from_a_count_from_names_or_from_axes() -> None:
     assert Mesh(4).names == ("gpu",) and Mesh(4).shape == (4,)
     named = Mesh({"node": 2, "gpu": 4})
     assert named == Mesh(node=2, gpu=4) and named.names == ("node", "gpu")
@@ -69,17 +69,17 @@ def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
         (
             Mesh({"data": 2, "tensor": 3}, devices_per_node=4),
             ["inter", "inter"],
-        ),  # three do not lie evenly within four
+        ),  # three do not divide four
         (Mesh({"node": 2, "gpu": 4}, links={"gpu": "inter", "node": "intra"}), ["intra", "inter"]),
     ],
 )
-def test_the_link_of_an_axis_follows_from_its_stride_or_is_named(
+def test_the_link_of_an_axis_is_given_or_derived_from_its_stride(
     mesh: Mesh, links: list[str]
 ) -> None:
     assert [mesh.link(axis) for axis in range(len(mesh.axes))] == links
 
 
-def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_apart() -> None:
+def test_links_and_devices_per_node_round_trip_and_distinguish_meshes() -> None:
     mesh = Mesh({"b": 2, "a": 4}, devices_per_node=2, links={"a": "inter"})
     assert Mesh.from_json(json.loads(json.dumps(mesh.to_json(), sort_keys=True))) == mesh
     assert mesh != Mesh({"b": 2, "a": 4}, devices_per_node=2) and mesh != Mesh(
@@ -111,7 +111,7 @@ def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_ap
         (lambda: Mesh({"a": 2}, links={"a": "nvlink"}), "'a': 'nvlink' is unknown"),
     ],
 )
-def test_what_is_no_mesh_is_refused_with_what_is_wrong(
+def test_an_invalid_mesh_is_refused_with_the_reason(
     make: Callable[[], Mesh], complaint: str
 ) -> None:
     with pytest.raises(MeshError, match=complaint):
@@ -122,7 +122,7 @@ def test_what_is_no_mesh_is_refused_with_what_is_wrong(
     "text",
     ["", "x", "2,3", "a=", "a=x", "a=2,", "a=2=3", "a=2,3", "1.5", "2x", "x2", "2x2x2", "2xa"],
 )
-def test_text_that_is_no_mesh_is_refused_with_an_example(text: str) -> None:
+def test_text_that_is_not_a_mesh_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(MeshError, match=r"cannot read mesh(.|\n)*node=4,gpu=8"):
         Mesh.parse(text)
 

@@ -1,5 +1,5 @@
-"""Unequal devices: what the slowest of several profiles takes, and what users may pass as
-hardware."""
+"""Unequal devices: the times of the slowest of several profiles, and the forms of the hardware
+argument."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WORK = st.sampled_from((*FLOP_KINDS, *MEMORY_KINDS, "view"))
 
 
 @given(st.sampled_from(PAIRS), WORK, st.sampled_from((torch.float32, torch.bfloat16)), SIZES, SIZES)
-def test_each_op_takes_on_the_slowest_what_it_takes_on_the_slowest_of_the_parts(
+def test_the_time_of_an_op_on_the_slowest_profile_is_the_maximum_over_its_parts(
     names: tuple[str, str], kind: Any, dtype: torch.dtype, flops: int, num_bytes: int
 ) -> None:
     parts = tuple(PROFILES[name] for name in names)
@@ -79,7 +79,7 @@ def test_each_op_takes_on_the_slowest_what_it_takes_on_the_slowest_of_the_parts(
     SIZES,
     st.integers(0, 1),
 )
-def test_each_collective_takes_on_the_slowest_what_it_takes_on_the_slowest_of_the_parts(
+def test_the_time_of_a_collective_on_the_slowest_profile_is_the_maximum_over_its_parts(
     names: tuple[str, str], kind: Kind, link: str, size: int, num_bytes: int, dim: int
 ) -> None:
     parts = tuple(PROFILES[name] for name in names)
@@ -102,7 +102,7 @@ def test_each_collective_takes_on_the_slowest_what_it_takes_on_the_slowest_of_th
         )
 
 
-def test_the_worst_figures_alone_would_not_be_the_slowest_of_measured_points() -> None:
+def test_the_worst_figures_alone_do_not_give_the_slowest_measured_times() -> None:
     found = slowest_of((H100, MEASURED))
     assert found.parts == (H100, MEASURED)
     work = Work(10**9, 10**6, "matmul")
@@ -111,7 +111,7 @@ def test_the_worst_figures_alone_would_not_be_the_slowest_of_measured_points() -
     )
 
 
-def test_each_figure_of_the_slowest_is_the_worst_and_it_knows_what_all_know() -> None:
+def test_the_slowest_profile_has_the_worst_figures_and_only_common_entries() -> None:
     found = slowest_of((MEASURED, A100))
     assert found.device_memory_bytes == min(MEASURED.device_memory_bytes, A100.device_memory_bytes)
     assert (
@@ -121,7 +121,7 @@ def test_each_figure_of_the_slowest_is_the_worst_and_it_knows_what_all_know() ->
     )
     assert found.overlap_slowdown == max(MEASURED.overlap_slowdown, A100.overlap_slowdown)
     assert MEASURED.kernels and not A100.kernels and not found.kernels, (
-        "a kernel that one device lacks none may run"
+        "a kernel that one device lacks runs on no device"
     )
     assert set(found.peak_flops_per_s) == set(MEASURED.peak_flops_per_s) & set(
         A100.peak_flops_per_s
@@ -136,7 +136,7 @@ def test_each_figure_of_the_slowest_is_the_worst_and_it_knows_what_all_know() ->
     )
 
 
-def test_the_slowest_of_equal_devices_is_one_of_them_and_others_have_hashes_of_their_own() -> None:
+def test_the_slowest_of_equal_devices_is_one_of_them_and_others_have_distinct_hashes() -> None:
     assert (
         slowest_of((H100, H100)) == H100 == slowest(Mixed("a", (H100, H100)))
         and not slowest_of((H100, H100)).parts
@@ -148,7 +148,7 @@ def test_the_slowest_of_equal_devices_is_one_of_them_and_others_have_hashes_of_t
     assert Mixed("stage", (H100, A100)).hash != Mixed("stage", (A100, H100)).hash
 
 
-def test_a_faster_link_of_the_slowest_is_faster_on_each_of_its_parts() -> None:
+def test_a_faster_link_of_the_slowest_profile_is_faster_on_each_of_its_parts() -> None:
     found = slowest_of((H100, A100))
     moved = Collective("all_gather", 0, 0, -1, "", "bfloat16", 2**28)
     before, after = (
@@ -160,7 +160,7 @@ def test_a_faster_link_of_the_slowest_is_faster_on_each_of_its_parts() -> None:
     assert 0.45 * before < after < 0.6 * before
 
 
-def test_stages_are_on_their_own_devices_and_all_else_is_at_the_pace_of_the_slowest() -> None:
+def test_stages_use_their_own_profile_and_other_axes_the_slowest_one() -> None:
     mixed = Mixed("stage", (H100, A100))
     assert [profile_of(mixed, "stage", stage) for stage in range(5)] == [
         H100,
@@ -175,7 +175,7 @@ def test_stages_are_on_their_own_devices_and_all_else_is_at_the_pace_of_the_slow
     assert profile_of(H100, "stage", 1) is H100
 
 
-def test_what_crosses_between_stages_takes_the_worse_of_both_ends() -> None:
+def test_transfers_between_stages_have_the_worse_link_of_both_ends() -> None:
     mesh, mixed = autopar.Mesh({"stage": 3, "gpu": 2}), Mixed("stage", (H100, H100, A100))
     first, second, last = (Crossing.links_along("stage", mesh, mixed, stage) for stage in range(3))
     fast, slow = H100.links["inter"], A100.links["inter"]
@@ -194,7 +194,7 @@ def test_what_crosses_between_stages_takes_the_worse_of_both_ends() -> None:
     )
 
 
-def test_hardware_is_read_from_a_mapping_from_text_and_from_profiles() -> None:
+def test_hardware_may_be_a_mapping_a_text_or_profiles() -> None:
     wanted = Mixed("stage", (H100, A100))
     assert (
         as_hardware({"stage": ["h100-sxm", A100]}, MESH)
@@ -266,14 +266,14 @@ WRONG: Mapping[str, tuple[Any, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_hardware_for_the_mesh_is_refused_with_what_to_do(case: str) -> None:
+def test_invalid_hardware_for_the_mesh_is_refused_with_a_remedy(case: str) -> None:
     hardware, mesh, what, remedy = WRONG[case]
     with pytest.raises(HardwareError) as refused:
         as_hardware(hardware, mesh)
     assert what in refused.value.what and remedy in refused.value.remedy
 
 
-def test_to_compile_for_unequal_devices_the_mesh_has_to_be_said() -> None:
+def test_compile_for_unequal_devices_needs_a_mesh() -> None:
     model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(4, 4)}
     with pytest.raises(HardwareError, match="the planner chooses the axes of the mesh"):
         autopar.compile(model, example_inputs=batch, hardware={"stage": ["cpu-gloo"]})

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and show what they promise."""
+"""The notebooks run from top to bottom and show their documented outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_one_liner_runs_shows_the_plan_and_draws_layouts_memory_and_time_lin
         cell.source = cell.source.replace(written, run)
     for each in notebook.cells:
         if each.cell_type == "code":
-            each.outputs = []  # what is judged below was made here
+            each.outputs = []  # the outputs checked below were created by this run
     NotebookClient(
         notebook,
         timeout=600,
@@ -71,7 +71,7 @@ def test_the_one_liner_runs_shows_the_plan_and_draws_layouts_memory_and_time_lin
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
-def test_a_notebook_is_kept_with_its_outputs_without_paths_of_a_machine_and_small(
+def test_a_notebook_is_small_and_stored_with_outputs_and_without_machine_paths(
     path: Path,
 ) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -85,7 +85,7 @@ def test_a_notebook_is_kept_with_its_outputs_without_paths_of_a_machine_and_smal
 
 
 def _shows(source: str) -> bool:
-    """Whether a cell ends in something that is shown: a call at the left margin, or a plan."""
+    """Return whether a cell ends with a displayed value: a call at the left margin, or a plan."""
     return bool(
         re.match(r"^(print|plan$|report\.|autopar\.(explain|diff))", source.splitlines()[-1])
     )

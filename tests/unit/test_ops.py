@@ -1,4 +1,4 @@
-"""Each function of `autopar.ops` against its formula, and its parts against the whole."""
+"""Each function of `autopar.ops` matches its formula, and its shards match the full result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _operands(equation: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_dot_is_einsum_and_contiguous(equation: str) -> None:
+def test_dot_equals_einsum_and_is_contiguous(equation: str) -> None:
     a, b = _operands(equation)
     result = ops.dot(equation, a, b)
     torch.testing.assert_close(result, torch.einsum(equation, a, b), rtol=1e-12, atol=1e-12)
@@ -63,13 +63,13 @@ def test_dot_is_einsum_and_contiguous(equation: str) -> None:
         "bsd,bste->dte",
     ],
 )
-def test_dot_is_one_product_and_copies_nothing_of_contiguous_operands(equation: str) -> None:
+def test_dot_of_contiguous_operands_is_one_product_without_copies(equation: str) -> None:
     a, b = _operands(equation)
     assert ran_by(lambda: ops.dot(equation, a, b)) == [torch.ops.aten.mm]
 
 
 def ran_by(call: Callable[[], Tensor]) -> list[Any]:
-    """The ops that a call runs, but for views."""
+    """Return the ops that a call runs, without views."""
     ran = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -85,7 +85,7 @@ def ran_by(call: Callable[[], Tensor]) -> list[Any]:
 
 @pytest.mark.parametrize("num_dims", [0, 1, 2])
 @pytest.mark.parametrize("equation", [e for e in EQUATIONS if len(e.partition("->")[2]) > 1])
-def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_summed_over_begins(
+def test_a_bias_has_the_last_dims_of_the_result_and_is_added_by_the_first_shard_only(
     equation: str, num_dims: int
 ) -> None:
     a, b = _operands(equation)
@@ -100,7 +100,7 @@ def test_a_bias_has_the_last_dims_of_the_result_and_is_added_once_where_what_is_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6)])
-def test_a_product_with_a_bias_is_torch_s_linear_to_the_last_bit(
+def test_a_product_with_a_bias_is_bitwise_equal_to_linear(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x, weight, bias = (
@@ -116,7 +116,7 @@ def test_a_product_with_a_bias_is_torch_s_linear_to_the_last_bit(
 
 
 @pytest.mark.parametrize("equation", ["bsk,nk->bsn", "bsd,dte->bste", "mk,kn->mn"])
-def test_a_bias_takes_no_op_of_its_own(equation: str) -> None:
+def test_a_bias_needs_no_separate_op(equation: str) -> None:
     a, b = _operands(equation)
     bias = torch.randn(
         [SIZES[letter] for letter in equation.partition("->")[2] if letter not in "bsm"],
@@ -126,12 +126,12 @@ def test_a_bias_takes_no_op_of_its_own(equation: str) -> None:
 
 
 @pytest.mark.parametrize("equation", ["bsk,nk->bn", "bkz,nk->bn"])
-def test_dot_refuses_a_letter_that_only_one_operand_has(equation: str) -> None:
+def test_dot_refuses_a_summed_letter_of_only_one_operand(equation: str) -> None:
     with pytest.raises(ValueError, match="not a product"):
         ops.dot(equation, torch.ones(2, 3, 4), torch.ones(5, 4))
 
 
-def test_embedding_parts_add_up_to_the_whole() -> None:
+def test_shards_of_an_embedding_add_up_to_the_full_result() -> None:
     weight, ids = torch.randn(10, 4), torch.tensor([[0, 3, 9], [4, 5, 3]])
     whole = ops.embedding(weight, ids)
     assert torch.equal(whole, weight[ids])
@@ -141,7 +141,7 @@ def test_embedding_parts_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 10])
-def test_a_part_refuses_an_id_or_a_label_that_the_whole_does_not_have(wrong: int) -> None:
+def test_a_shard_refuses_ids_and_labels_beyond_the_full_vocabulary(wrong: int) -> None:
     ids = torch.tensor([0, wrong])
     with pytest.raises(
         RuntimeError,
@@ -157,7 +157,7 @@ def test_a_part_refuses_an_id_or_a_label_that_the_whole_does_not_have(wrong: int
 
 
 @pytest.mark.parametrize("padding_idx", [-1, 3])
-def test_embedding_backward_parts_are_the_rows_of_the_whole(padding_idx: int) -> None:
+def test_shards_of_the_embedding_gradient_are_rows_of_the_full_gradient(padding_idx: int) -> None:
     ids, grad = torch.tensor([[0, 3, 9], [4, 5, 3]]), torch.randn(2, 3, 4)
     whole = ops.embedding_backward(grad, ids, 10, None, padding_idx)
     weight = torch.zeros(10, 4, requires_grad=True)
@@ -173,7 +173,8 @@ def test_embedding_backward_parts_are_the_rows_of_the_whole(padding_idx: int) ->
 
 
 def _cross_entropy(x: Tensor, index: Tensor, splits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Loss per row and gradient for ones, with the vocabulary in parts that begin at `splits`."""
+    """Return the loss per row and the gradient for ones, with a vocabulary in parts that begin at
+    `splits`."""
     parts = [
         (start, x[..., start:end])
         for start, end in zip(splits, [*splits[1:], x.shape[-1]], strict=True)
@@ -193,7 +194,7 @@ def _cross_entropy(x: Tensor, index: Tensor, splits: tuple[int, ...]) -> tuple[T
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
-def test_cross_entropy_in_parts_is_torchs(
+def test_cross_entropy_over_vocabulary_shards_equals_that_of_torch(
     splits: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -223,7 +224,7 @@ def test_pick_and_backward_ignore_an_index_outside_of_the_vocabulary() -> None:
     [torch.randn(8, 1000), torch.randn(2, 5, 1000)[:, :4]],
     ids=["whole", "a part of the sequence"],
 )
-def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None:
+def test_cross_entropy_allocates_one_temporary_as_large_as_the_logits(x: Tensor) -> None:
     index = torch.zeros(x.shape[:-1], dtype=torch.long)
     m, big = x.amax(-1), []
 
@@ -248,7 +249,7 @@ def test_cross_entropy_holds_one_temporary_of_the_logits_size(x: Tensor) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("splits", [(0,), (0, 3, 8)])
-def test_logits_of_some_rows_at_a_time_give_the_same(
+def test_cross_entropy_in_row_blocks_gives_the_same_result(
     splits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, index = (
@@ -266,7 +267,7 @@ def test_logits_of_some_rows_at_a_time_give_the_same(
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made_looks_the_same(
+def test_meta_tensors_run_at_most_two_blocks_and_have_the_same_metadata(
     transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_BLOCK", 11)
@@ -293,7 +294,7 @@ def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lies", ["together", "apart"])
 @pytest.mark.parametrize("block", [1, 22, 2**24])
-def test_a_gradient_written_into_the_logits_is_the_same(
+def test_the_in_place_gradient_of_logits_is_the_same(
     dtype: torch.dtype, lies: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_BLOCK", block)
@@ -310,7 +311,7 @@ def test_a_gradient_written_into_the_logits_is_the_same(
     assert found is x and torch.equal(found, expected)
 
 
-def test_a_gradient_written_into_the_logits_takes_no_other_memory_than_a_blocks() -> None:
+def test_the_in_place_gradient_of_logits_allocates_only_a_block() -> None:
     x, index, scale = torch.randn(64, 1000), torch.zeros(64, dtype=torch.long), torch.ones(64)
     m = x.amax(-1)
     s = ops.sum_exp(x, m)
@@ -324,7 +325,7 @@ def test_a_gradient_written_into_the_logits_takes_no_other_memory_than_a_blocks(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", [4000, 2**24])
-def test_what_a_gradient_of_logits_needs_beside_its_result_is_what_it_holds(
+def test_the_predicted_temporaries_of_a_gradient_of_logits_are_the_measured_ones(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_BLOCK", block)
@@ -350,7 +351,9 @@ def test_what_a_gradient_of_logits_needs_beside_its_result_is_what_it_holds(
     )
 
 
-def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exponentials_of_large_logits_allocate_only_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows, classes, block = 64, 1000, 4000
     x, index = torch.randn(rows, classes).bfloat16(), torch.zeros(rows, dtype=torch.long)
     m, scale = x.amax(-1), torch.ones(rows)
@@ -380,7 +383,9 @@ def test_exponentials_of_large_logits_hold_a_block(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]
 )
-def test_a_cross_entropy_by_rows_is_torchs(rows: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_cross_entropy_by_rows_equals_that_of_torch(
+    rows: int, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 5), (11, 5))
@@ -405,19 +410,19 @@ def test_a_cross_entropy_by_rows_is_torchs(rows: int, dtype: torch.dtype, tolera
     assert torch.equal(alone[0], losses) and not alone[1].numel() and not alone[2].numel()
 
 
-def test_a_cross_entropy_by_rows_of_no_rows_is_empty() -> None:
+def test_cross_entropy_by_rows_of_no_rows_is_empty() -> None:
     losses, d_x, d_weight = ops.linear_cross_entropy(
         torch.ones(0, 4), torch.ones(3, 4), torch.ones(0, dtype=torch.long), -100, 2
     )
     assert losses.shape == (0,) and d_x.shape == (0, 4) and not d_weight.any()
 
 
-def test_a_cross_entropy_by_rows_refuses_a_class_that_is_none() -> None:
+def test_cross_entropy_by_rows_refuses_an_invalid_class() -> None:
     with pytest.raises(RuntimeError, match="labels must be in 0…2"):
         ops.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 3]), -100, 2)
 
 
-def test_a_cross_entropy_by_rows_holds_the_logits_of_its_rows_alone() -> None:
+def test_cross_entropy_by_rows_allocates_only_the_logits_of_its_rows() -> None:
     x, weight, index = torch.randn(64, 4), torch.randn(1000, 4), torch.zeros(64, dtype=torch.long)
     with LiveBytes() as memory:
         memory.register([x, weight, index])
@@ -433,7 +438,7 @@ def test_a_cross_entropy_by_rows_holds_the_logits_of_its_rows_alone() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: int) -> None:
+def test_attention_and_its_backward_match_softmax_attention(mask: str, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, 6, 8, generator=generator, dtype=torch.float64)
@@ -458,7 +463,7 @@ def test_attention_and_its_backward_are_softmax_attention(mask: str, kv_heads: i
 
 
 def strided(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values with other strides."""
+    """Return the same values with other strides."""
     if how == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if how == "reversed":
@@ -472,7 +477,7 @@ def strided(x: torch.Tensor, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", ["transposed", "reversed", "every other"])
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad", "out", "mask"])
-def test_attention_is_the_same_for_operands_of_any_strides(
+def test_attention_does_not_depend_on_the_strides_of_its_operands(
     which: str, how: str, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -493,7 +498,7 @@ def test_attention_is_the_same_for_operands_of_any_strides(
         torch.testing.assert_close(got, want)
 
 
-def test_the_plain_attention_of_other_devices_is_the_same() -> None:
+def test_the_fallback_attention_of_other_devices_gives_the_same_result() -> None:
     q, k, v, grad = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(4))
     out, lse = ops.attention(q, k, v, None, True, 0.3)
     scores = attention_kernels._scores(q, k, None, True, 0.3)

@@ -1,5 +1,5 @@
-"""Causal attention of a part of the queries is rows of the whole, and its gradients add up to
-the whole's, without a mask."""
+"""Causal attention of a shard of the queries gives rows of the full result, and its gradients add
+up to the full gradients, without a mask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.fixture(params=["flash", "plain"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cpu's kernel, and the products of devices that have none."""
+    """Run with the CPU kernel, and with the products of devices without a kernel."""
     if request.param == "plain":
         monkeypatch.setattr(attention_kernels, "attend", _plain)
         monkeypatch.setattr(attention_kernels, "attend_backward", _plain_backward)
@@ -77,7 +77,7 @@ def _plain_backward(
     ],
     ids=str,
 )
-def test_a_part_of_the_queries_is_rows_of_the_whole(
+def test_attention_of_a_query_shard_gives_rows_of_the_full_result(
     start: int, length: int, keys: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     q, grad = (drawn(2, 4, 24, 8, dtype=dtype, seed=seed) for seed in (0, 1))
@@ -99,7 +99,7 @@ def test_a_part_of_the_queries_is_rows_of_the_whole(
     )
 
 
-def test_scores_that_differ_by_much_are_joined_without_overflow() -> None:
+def test_very_different_scores_are_combined_without_overflow() -> None:
     q, k, v = (drawn(1, 1, 8, 8, seed=seed) for seed in range(3))
     for large in (slice(0, 4), slice(4, 8)):
         keys = k.clone()
@@ -112,11 +112,11 @@ def test_scores_that_differ_by_much_are_joined_without_overflow() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 6, 18])
-def test_kernels_compute_what_is_seen_and_square_causal_attention(
+def test_kernels_run_visible_blocks_and_square_causal_attention(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where it is square FlashAttention takes it. What is computed is what is priced, of
-    the last part."""
+    """FlashAttention supports only square causal attention. The computed FLOPs of the last shard
+    are the priced ones."""
     asked: list[tuple[int, int, bool]] = []
     attend = attention_kernels.attend
 
@@ -147,7 +147,7 @@ def test_kernels_compute_what_is_seen_and_square_causal_attention(
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a tensor has."""
+    """A mode that records the largest number of elements of a tensor."""
 
     elements = 0
 
@@ -160,7 +160,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_tensor_has_an_element_per_query_and_key(dtype: torch.dtype) -> None:
+def test_no_tensor_is_as_large_as_queries_times_keys(dtype: torch.dtype) -> None:
     q, k, v = (
         drawn(1, 1, 64, 8, dtype=dtype),
         drawn(1, 1, 256, 8, dtype=dtype),

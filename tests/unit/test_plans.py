@@ -1,5 +1,5 @@
-"""A plan's file: it comes back as it was; damaged, foreign and other versions' files are
-refused, and say what is wrong."""
+"""Plan files: they round-trip, and damaged files, files of other versions and plans for other
+models are refused with the reason."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wrong(
+def test_a_damaged_file_is_refused_as_a_malformed_plan_with_the_reason(
     damage: Damage, complaint: str
 ) -> None:
     data = json.loads(made_plan().dumps())
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wr
 
 
 @pytest.mark.slow
-def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() -> None:
+def test_a_change_of_any_single_value_gives_a_valid_plan_or_an_error() -> None:
     data = json.loads(made_plan().dumps())
     num_refused = num_read = 0
     for path in list(places(data)):
@@ -192,7 +192,7 @@ def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() 
 
 
 def _with_budget(number: str) -> str:
-    """Write the plan with another budget, which need be no JSON."""
+    """Write the plan with another budget, which may be invalid JSON."""
     data = json.loads(made_plan().dumps())
     data["options"]["memory_bytes"] = "here"
     return json.dumps(data).replace('"here"', number)
@@ -234,9 +234,7 @@ def _with_budget(number: str) -> str:
         (_with_budget("-Infinity"), "-Infinity is not a JSON number"),
     ],
 )
-def test_what_is_no_plan_of_this_version_says_so_and_where(
-    text: str, complaint: str, tmp_path: Path
-) -> None:
+def test_a_plan_of_another_version_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=rf"{complaint}(.|\n)*plan\.json"):
@@ -255,7 +253,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> 
         Plan.load(tmp_path / "weights.bin")
 
 
-def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each_time(
+def test_a_plan_round_trips_and_its_file_is_deterministic(
     tmp_path: Path,
 ) -> None:
     plan = made_plan()
@@ -266,7 +264,7 @@ def test_a_plan_comes_back_from_its_file_as_it_was_and_the_file_is_the_same_each
     assert Plan.load(tmp_path / "b.json").hash == plan.hash
 
 
-def test_the_hash_tells_plans_apart() -> None:
+def test_different_plans_have_different_hashes() -> None:
     plan = made_plan()
     kept = (replace(plan.kept[0], layouts=(Layout.parse("R R"),)), *plan.kept[1:])
     others = [made_plan(recompute=False), with_options(plan, strict=True), replace(plan, kept=kept)]
@@ -274,7 +272,7 @@ def test_the_hash_tells_plans_apart() -> None:
     assert with_options(plan, strict=True).options["optimizer"] == "adamw"
 
 
-def test_choices_kept_layouts_and_steps_are_those_of_every_instance() -> None:
+def test_choices_kept_layouts_and_steps_apply_to_every_instance() -> None:
     plan = made_plan(recompute=True)
     choices, again = plan.node_choices(), plan.recomputed_choices()
     ups = [key for key in choices if ".up/dot/forward/0" in key]
@@ -289,7 +287,7 @@ def test_choices_kept_layouts_and_steps_are_those_of_every_instance() -> None:
     assert len(plan.steps()) == sum(len(c.instances) for c in plan.communications)
 
 
-# Plans of something else
+# Plans for other models, meshes and options
 
 
 def planned(width: int = 8, batch: int = 8, num_layers: int = 2) -> Plan:
@@ -297,7 +295,7 @@ def planned(width: int = 8, batch: int = 8, num_layers: int = 2) -> Plan:
     return make_plan(trace, Mesh(2), HardwareProfile.load("cpu-gloo"), PlanOptions()).plan
 
 
-def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
+def test_a_plan_for_another_model_is_refused_with_the_exact_difference() -> None:
     trace, mesh = traced(8, 16, 8, num_layers=2, dtype=torch.float32), Mesh(2)
     check_fits(planned(), trace, mesh)
     with pytest.raises(
@@ -354,7 +352,7 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     assert re.match(r"    \d+ ops in the .*: .*layers\.\*\.\S+ \(2 times\)", ops)
 
 
-def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -> None:
+def test_of_many_differences_the_first_are_named_and_the_others_counted() -> None:
     names = {
         f"layers.{i}.{name}"
         for i in range(4)
@@ -372,7 +370,7 @@ def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -
 
 
 @pytest.mark.parametrize("mesh", [Mesh(4), Mesh({"data": 2}), Mesh({"gpu": 2, "node": 1})])
-def test_a_plan_for_another_mesh_says_for_which(mesh: Mesh) -> None:
+def test_a_plan_for_another_mesh_is_refused_with_its_mesh(mesh: Mesh) -> None:
     trace = traced(8, 16, 8, num_layers=2, dtype=torch.float32)
     with pytest.raises(
         PlanError, match=f"mesh: the plan is for gpu=2, but the mesh is {mesh}(.|\n)*plan again"

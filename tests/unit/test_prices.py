@@ -1,5 +1,5 @@
-"""What faster links are worth: the plan's own communication priced again; by hand, against real
-plans, and where it is not known."""
+"""The value of faster links: the communication of a plan is priced again. Checked by hand, with
+real plans, and without the profile of the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = HardwareProfile.load("cpu-gloo")
 
 
 def plain(profile: HardwareProfile) -> HardwareProfile:
-    """Without measured collectives: latency and bandwidth alone."""
+    """Return the profile without measured collectives, with latency and bandwidth only."""
     return replace(
         profile, links={name: replace(link, curves={}) for name, link in profile.links.items()}
     )
@@ -39,30 +39,30 @@ def llama() -> tuple[Any, dict[str, Any]]:
     return zoo.build("llama", batch=8)
 
 
-def test_a_collective_is_worth_the_bytes_that_it_sends_over_the_bandwidth_squared() -> None:
+def test_the_value_of_bandwidth_for_a_collective_is_its_bytes_over_bandwidth_squared() -> None:
     profile = plain(PROFILE)
     node, gpu = value_of_bandwidth(for_profile(made_plan(), profile), profile).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
-    # over node, of 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the
-    # reduce_scatter half of its MIB
+    # over node with 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the
+    # reduce_scatter sends half a MIB
     assert node.saved_s_per_gb_per_s == pytest.approx(5.5 * MIB / bandwidth**2 * 1e9, rel=2e-3)
     assert (gpu.saved_s_per_gb_per_s, gpu.communication_s) == (0.0, 0.0)
 
 
-def test_what_stages_send_counts_as_their_microbatches_do_in_the_step() -> None:
+def test_transfers_between_stages_count_as_often_as_microbatches_in_the_step() -> None:
     profile = plain(PROFILE)
     stage, *_ = value_of_bandwidth(
         for_profile(made_staged_plan(microbatches=8), profile), profile
     ).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
-    # 3 values and 3 gradients of MIB once, and 7 times the 2 that a stage in the middle, which is
-    # the slowest, receives
+    # 3 values and 3 gradients of MIB once, and 7 times the 2 that a middle stage receives, which
+    # is the slowest
     assert stage.saved_s_per_gb_per_s == pytest.approx(
         (6 + 7 * 2) * MIB / bandwidth**2 * 1e9, rel=2e-3
     )
 
 
-def test_a_faster_link_sends_more_in_the_same_time_and_waits_as_long() -> None:
+def test_a_faster_link_has_more_bandwidth_and_the_same_latency() -> None:
     link = PROFILE.links["intra"]
     curve = Curve((1e3, 1e6), (1e-3, 5e-3))
     twice = faster(replace(link, curves={"all_gather": {2: curve}}), 1.0)
@@ -77,7 +77,7 @@ def test_a_faster_link_sends_more_in_the_same_time_and_waits_as_long() -> None:
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "cpu-gloo"])
-def test_communication_priced_again_is_that_of_the_plan(
+def test_repriced_communication_equals_that_of_the_plan(
     llama: tuple[Any, dict[str, Any]], hardware: str
 ) -> None:
     model, batch = llama
@@ -102,7 +102,7 @@ def test_communication_priced_again_is_that_of_the_plan(
     ]
     total = sum(time_s * (profile.overlap_slowdown if beside else 1.0) for time_s, beside in sent)
     assert sum(w.communication_s for w in found.links) == pytest.approx(total)
-    # below the first size that was measured, cpu-gloo's collectives take no less time on a faster
+    # below the smallest measured size, the collectives of cpu-gloo are not faster on a faster
     # link
     assert all(
         w.saved_s_per_gb_per_s > 0 if hardware == "h100-sxm" else w.saved_s_per_gb_per_s >= 0
@@ -110,7 +110,7 @@ def test_communication_priced_again_is_that_of_the_plan(
     )
 
 
-def test_what_crosses_priced_again_is_what_stages_wait_for(
+def test_repriced_transfers_equal_the_waiting_time_of_stages(
     llama: tuple[Any, dict[str, Any]],
 ) -> None:
     model, batch = llama
@@ -129,14 +129,14 @@ def test_what_crosses_priced_again_is_what_stages_wait_for(
     assert "Step time that faster links save" in str(explain(plan))
 
 
-def test_without_the_profile_of_the_plan_it_says_so() -> None:
+def test_a_missing_profile_of_the_plan_is_reported() -> None:
     other = for_profile(made_plan(), replace(PROFILE, name="mine"))
     assert "profile mine not found" in str(explain(other))
     assert "profile h100-sxm is not the one that the plan was made for" in str(explain(made_plan()))
     assert "Step time that faster links save" in str(explain(other, profile=PROFILE))
 
 
-def test_memory_of_the_slowest_stage_counts_for_every_microbatch() -> None:
+def test_the_memory_price_of_the_slowest_stage_counts_for_every_microbatch() -> None:
     plan = made_staged_plan(microbatches=8)
     assert plan.pipeline is not None
     first, second, third, last = plan.pipeline.stages

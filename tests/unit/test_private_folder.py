@@ -1,5 +1,5 @@
-"""A cache is used only if nobody else could have written to it; otherwise this process has a
-folder of its own."""
+"""A cache folder is used only if no other user can write to it. Otherwise the process uses a new
+folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh() -> None:
     warn_once.cache_clear()
 
 
-def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_folder_is_created_with_access_for_its_owner_only(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         made = find(tmp_path / "a" / "b")
@@ -61,7 +61,7 @@ def _give_away_above(folder: Path) -> None:
 
 
 def _linked(folder: Path) -> None:
-    """A link in its place, to what another user can write to."""
+    """Replace the folder by a link to one that another user can write to."""
     folder.rename(folder.with_name("theirs"))
     folder.with_name("theirs").chmod(0o777)
     folder.symlink_to(folder.with_name("theirs"))
@@ -81,7 +81,7 @@ SHARED = (_open_to_all, _open_to_group, _sticky, _open_above, _linked, _linked_a
     [*SHARED, *(pytest.param(each, marks=needs_root) for each in (_give_away, _give_away_above))],
     ids=lambda each: each.__name__,
 )
-def test_a_folder_that_others_can_change_is_left_alone(
+def test_a_folder_that_others_can_write_is_not_used(
     share: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = find(tmp_path / "above" / "cache")
@@ -94,12 +94,14 @@ def test_a_folder_that_others_can_change_is_left_alone(
     assert (wanted / "planted").exists()
 
 
-def test_links_to_folders_of_ones_own_are_followed(tmp_path: Path) -> None:
+def test_links_to_own_folders_are_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(find(tmp_path / "own"))
     assert find(tmp_path / "link" / "cache") == tmp_path / "own" / "cache"
 
 
-def test_an_owner_is_the_user_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owner_must_be_the_current_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = find(tmp_path / "cache")
     uid = os.getuid()
     for name in ("getuid", "geteuid"):
@@ -108,19 +110,19 @@ def test_an_owner_is_the_user_that_runs(tmp_path: Path, monkeypatch: pytest.Monk
             assert find(wanted) != wanted
 
 
-def test_a_sticky_folder_above_such_as_tmp_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_sticky_parent_folder_such_as_tmp_is_allowed(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     assert find(tmp_path / "cache") == tmp_path / "cache"
 
 
-def test_what_cannot_be_made_raises_what_the_system_says(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_raises_the_system_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for wanted in (tmp_path / "file", tmp_path / "file" / "cache"):
         with pytest.raises(OSError, match="file"):
             find(wanted)
 
 
-def test_files_are_plain_and_ones_own(tmp_path: Path) -> None:
+def test_files_must_be_regular_and_own(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     file.write_text("x")
     link.symlink_to(file)

@@ -1,5 +1,5 @@
-"""The problem of a real model: what the solver may take for granted, and what its answer says of
-itself."""
+"""The problem of a real model: the invariants that the solver relies on, and the gap of its
+solution."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problem(priced: Priced) -> Problem:
     return priced.problem
 
 
-def test_values_and_the_ops_that_make_them_name_each_other(problem: Problem) -> None:
+def test_values_and_their_producers_refer_to_each_other(problem: Problem) -> None:
     for n, op in enumerate(problem.ops):
         assert all(problem.values[v].op == n for v in op.results)
         assert len({problem.values[v].result for v in op.results}) == len(op.results)
@@ -54,7 +54,7 @@ def test_values_and_the_ops_that_make_them_name_each_other(problem: Problem) -> 
     assert len({value.key for value in problem.values}) == len(problem.values)
 
 
-def test_every_layout_in_which_a_value_is_made_or_read_is_in_its_layout_graph(
+def test_every_layout_in_which_a_value_is_produced_or_read_is_in_its_layout_graph(
     problem: Problem,
 ) -> None:
     for variant in problem.variants:
@@ -80,8 +80,8 @@ def test_every_operand_of_every_instance_reads_exactly_one_tensor(problem: Probl
         num_operands = {len(s.layouts.inputs) for s in op.strategies}
         assert len(num_operands) == 1
         for operand in range(num_operands.pop()):
-            # an op may stand for more instances than there are tensors: one tensor has several
-            # readers, never the reverse
+            # an op may have more instances than tensors, because one tensor can have several
+            # readers, but not the reverse
             assert 0 < read[n, operand] <= op.count
 
 
@@ -102,7 +102,7 @@ def test_values_of_backward_are_read_in_backward_and_gradients_by_their_paramete
     assert gradients == {n for n, op in enumerate(problem.ops) if op.kind == "parameter"}
 
 
-def test_a_parameter_rests_with_its_gradient_in_one_layout_and_costs_its_share(
+def test_a_parameter_and_its_gradient_are_stored_in_one_layout_and_cost_their_share(
     problem: Problem, trace: Trace
 ) -> None:
     sizes = {op.key: op for op in problem.ops if op.kind == "parameter"}
@@ -137,7 +137,7 @@ def test_only_forward_compute_is_recomputed_and_nothing_that_another_layer_reads
                     assert layer[ref][0] not in again
 
 
-def test_what_is_there_before_the_step_is_resident_and_what_ops_make_is_not(
+def test_values_that_exist_before_the_step_are_resident_and_results_are_not(
     problem: Problem,
 ) -> None:
     for value in problem.values:
@@ -162,7 +162,7 @@ def test_all_instances_of_an_op_are_counted(problem: Problem, priced: Priced, tr
 @pytest.mark.parametrize(
     ("objective", "bound", "gap"), [(2.0, 1.5, 0.25), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
 )
-def test_the_gap_is_the_relative_distance_of_objective_and_bound(
+def test_the_gap_is_the_relative_difference_of_objective_and_bound(
     objective: float, bound: float, gap: float
 ) -> None:
     assert Solution((), {}, {}, objective, bound).gap == gap

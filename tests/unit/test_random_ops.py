@@ -1,4 +1,5 @@
-"""Random numbers by position: parts are windows of the whole, and the numbers look random."""
+"""Random numbers by position: shards are windows of the full tensor, and the numbers pass
+statistical tests."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ KINDS: dict[str, Callable[..., Tensor]] = {
 
 @st.composite
 def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The whole's sizes, and a window's starts and shape."""
+    """Return the sizes of the full tensor, and the starts and shape of a window."""
     sizes = draw(st.lists(st.integers(1, 6), max_size=4))
     starts = [draw(st.integers(0, size - 1)) for size in sizes]
     shape = [draw(st.integers(1, size - start)) for size, start in zip(sizes, starts, strict=True)]
@@ -39,7 +40,7 @@ def windows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[in
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(window=windows(), inner=st.sampled_from([1, 2, 7, 24, 2**31]))
-def test_a_part_is_a_window_of_the_whole_wherever_inner_dims_begin(
+def test_a_shard_is_a_window_of_the_full_tensor(
     kind: str, window: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], inner: int
 ) -> None:
     sizes, starts, shape = window
@@ -52,7 +53,7 @@ def test_a_part_is_a_window_of_the_whole_wherever_inner_dims_begin(
     assert whole.shape == torch.Size(sizes)
 
 
-def test_a_part_deep_inside_a_tensor_of_more_than_2_32_elements_differs_from_the_others() -> None:
+def test_shards_of_a_tensor_with_more_than_2_to_the_32_elements_differ() -> None:
     sizes, seen = (2**12, 2**14, 2**13), set()
     for start in ((0, 0, 0), (2**11, 0, 0), (0, 2**13, 0), (2**12 - 1, 2**14 - 1, 2**12)):
         seen.add(
@@ -66,7 +67,7 @@ def test_a_part_deep_inside_a_tensor_of_more_than_2_32_elements_differs_from_the
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
-def test_a_mask_drops_its_share(p: float) -> None:
+def test_a_dropout_mask_drops_the_requested_share(p: float) -> None:
     dropped = 1.0 - random.keep_mask(STATE, (512, 2048), p, 0).double().mean().item()
     assert abs(dropped - p) <= 5 * math.sqrt(p * (1 - p) / 2**20)
 
@@ -85,7 +86,9 @@ def test_uniform_normal_and_integers_have_their_moments() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1024, 1024), (1024, 4, 256), (2**20,)])
-def test_neighbours_draws_steps_and_seeds_are_uncorrelated(shape: tuple[int, ...]) -> None:
+def test_neighbours_draws_steps_and_seeds_are_uncorrelated_in_random_numbers(
+    shape: tuple[int, ...],
+) -> None:
     def signs(state: Tensor, draw: int) -> Tensor:
         return random.keep_mask(state, shape, 0.5, draw).double() * 2 - 1
 
@@ -98,7 +101,7 @@ def test_neighbours_draws_steps_and_seeds_are_uncorrelated(shape: tuple[int, ...
         assert abs((here * other).mean()) < 5 / math.sqrt(here.numel())
 
 
-def test_rows_are_uncorrelated_where_each_row_has_its_own_keys(
+def test_rows_with_their_own_keys_are_uncorrelated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(random, "_INNER", 256)
@@ -115,7 +118,7 @@ def test_the_end_of_the_unit_interval_is_never_drawn(dtype: torch.dtype) -> None
     assert drawn.float().neg().log1p().isfinite().all()
 
 
-def test_no_seed_begins_with_bits_that_are_all_zero() -> None:
+def test_no_seed_gives_initial_bits_that_are_all_zero() -> None:
     states = torch.stack([random.initial_state(seed) for seed in range(1000)])
     assert states.unique().numel() == 1000 and (states != 0).all()
     first = [
@@ -124,6 +127,6 @@ def test_no_seed_begins_with_bits_that_are_all_zero() -> None:
     assert min(first) > 0.0
 
 
-def test_scaling_keeps_what_the_mask_keeps() -> None:
+def test_scaling_keeps_the_elements_that_the_mask_keeps() -> None:
     x, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
     assert random.masked_scale(x, mask, 2.0).tolist() == [2.0, 0.0, 6.0]

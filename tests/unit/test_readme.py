@@ -1,8 +1,7 @@
-"""What the README and the documentation show is what happens.
+"""The README and the documentation match the program.
 
-Commands run and print what the README says. Python code of every page runs. Links, anchors, make
-targets, modules and names exist. The reference of the command line is the one that the commands
-give.
+Commands print the output in the README. The Python code of every page runs. Links, anchors, make
+targets, modules and names exist. The reference of the command line is the help of the commands.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a language; of Python, "python" blocks are run and "py" blocks are
+    """Return the code blocks of a language. "python" blocks are run, and "py" blocks are
     excerpts."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def session() -> Iterator[tuple[str, list[str]]]:
-    """Each command of the README's console blocks, with the lines that it should print."""
+    """Return each command of the console blocks of the README with its expected lines."""
     for block in blocks(TEXT, "console"):
         for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *lines = step.splitlines()
@@ -47,13 +46,13 @@ def session() -> Iterator[tuple[str, list[str]]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def test_the_commands_print_what_the_readme_says(
+def test_the_commands_print_the_output_in_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,19 +69,19 @@ def test_the_commands_print_what_the_readme_says(
 
 
 @pytest.mark.multiproc
-def test_the_one_liner_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+def test_the_one_line_example_trains_equally_with_one_and_two_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(TEXT, "python")[0], encoding="utf-8")
     alone = run([sys.executable, "train.py"], tmp_path)
     together = run([sys.executable, "-m", "autopar", "run", "-n", "2", "train.py"], tmp_path)
     assert "not parallelized" not in together.stderr, "what the first example shows is distributed"
     said = re.findall(r"step \d+: loss [\d.]+", alone.stdout)
     assert len(said) == 3
-    # Two processes share one terminal: what each prints is whole, the ends of lines may meet.
+    # Two processes share one terminal: their texts are complete, but line ends may be mixed.
     assert sorted(re.findall(r"step \d+: loss [\d.]+", together.stdout)) == sorted(said * 2)
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and show what it printed if it fails."""
+    """Run a command, and show its output if it fails."""
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert not found.returncode, found.stderr[-3000:]
     return found
@@ -107,7 +106,7 @@ def test_the_training_loop_resumes_on_two_processes(tmp_path: Path) -> None:
     assert re.findall(r"^step (\d): loss", resumed.stdout, re.MULTILINE) == list("56789")
 
 
-def test_every_make_target_and_module_that_is_named_exists() -> None:
+def test_every_named_make_target_and_module_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", TEXT, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -119,7 +118,7 @@ def test_every_make_target_and_module_that_is_named_exists() -> None:
 
 
 @pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if link.startswith("https://"):
             continue
@@ -141,7 +140,7 @@ def test_the_site_lists_every_page_once() -> None:
     assert sorted(listed) == [page.name for page in PAGES]
 
 
-def test_the_reference_of_the_command_line_is_that_of_the_commands() -> None:
+def test_the_command_line_reference_is_the_help_of_the_commands() -> None:
     command = typer.main.get_command(cli.app)
     written = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="autopar")
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

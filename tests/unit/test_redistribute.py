@@ -1,4 +1,5 @@
-"""Redistribution: every chain does to real parts what it says, and is the cheapest there is."""
+"""Redistribution: every chain of collectives converts real shards correctly and is the cheapest
+one."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def by_bytes(c: Collective) -> float:
 
 
 def parts_of(full: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """What every rank holds; partial sums add up to the full tensor, other partial values reduce
-    to it."""
+    """Return the shard of every rank. Partial sums add up to the full tensor, and other partial
+    values reduce to it."""
     plain = Layout(
         [
             Layout.parse("R").placements[0] if isinstance(p, Partial) else p
@@ -62,7 +63,7 @@ def parts_of(full: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
 
 
 def run(step: Step, parts: list[Tensor], mesh: Mesh) -> list[Tensor]:
-    """The step on the parts of all ranks, by its words alone: kind, axis, dims and reduce op."""
+    """Run the step on the shards of all ranks, using only its kind, axis, dims and reduce op."""
     c = step.collective
     result = list(parts)
     for group in mesh.groups(c.axis):
@@ -100,7 +101,7 @@ CASES = [
 
 
 def pairs(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[tuple[Layout, Layout]]:
-    """Some of all pairs of layouts, with partial sums among the sources."""
+    """Return a sample of all pairs of layouts, with partial sums among the sources."""
     rng = random.Random(str((shape, mesh_shape)))
     whole = all_layouts(shape, mesh_shape)
     partial = [
@@ -118,7 +119,7 @@ def pairs(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[tuple[Lay
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape"), CASES, ids=str)
-def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(
+def test_a_chain_converts_the_shards_of_one_layout_into_those_of_the_other(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> None:
     mesh = Mesh({f"a{i}": n for i, n in enumerate(mesh_shape)})
@@ -139,7 +140,7 @@ def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(
             torch.testing.assert_close(got, wanted)
 
 
-def test_the_kinds_that_join_a_dim_are_those_after_which_it_has_fewer_parts() -> None:
+def test_joining_collectives_are_those_that_reduce_the_number_of_shards_of_a_dim() -> None:
     mesh_shape, shape = (2, 2), (8, 8)
     kinds = set()
     for layout in all_layouts(shape, mesh_shape):
@@ -152,16 +153,16 @@ def test_the_kinds_that_join_a_dim_are_those_after_which_it_has_fewer_parts() ->
     assert set(JOINING) <= kinds
 
 
-def test_a_placement_without_a_collective_is_not_reached_by_another() -> None:
+def test_a_placement_without_a_collective_is_refused() -> None:
     class Odd(Shard):
-        """A placement that no collective makes."""
+        """A placement that no collective produces."""
 
     for before, after in ((Shard(0), Odd(1)), (Odd(0), Shard(1))):
         with pytest.raises(AssertionError, match="no collective converts"):
             _collective(0, before, after, "float32", 64)
 
 
-def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
+def test_only_the_innermost_axis_of_a_dim_is_gathered_or_moved() -> None:
     after = {
         str(layout): c for c, layout in neighbours((8, 8), FLOAT, Layout.parse("S(0) S(0)"), (2, 2))
     }
@@ -175,7 +176,7 @@ def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
     assert after["S(1) S(0)"] == Collective("all_to_all", 0, 0, 1, "", "float64", 128)
 
 
-def test_a_newly_split_dim_is_split_innermost_and_only_where_it_fits() -> None:
+def test_a_new_split_of_a_dim_is_innermost_and_must_fit() -> None:
     after = [str(layout) for _, layout in neighbours((4, 8), FLOAT, Layout.parse("S(0) R"), (4, 2))]
     assert after == ["R R", "S(1) R", "S(0) S(1)"], "four rows in four parts cannot be split again"
     assert neighbours((8, 8), FLOAT, Layout.parse("R S(0)"), (1, 1)) == [], (
@@ -183,7 +184,7 @@ def test_a_newly_split_dim_is_split_innermost_and_only_where_it_fits() -> None:
     )
 
 
-def test_a_halo_is_had_from_the_plain_shard_alone_and_leads_nowhere() -> None:
+def test_a_halo_is_produced_only_from_the_plain_shard_and_has_no_outgoing_steps() -> None:
     halo = Layout.parse("S(1)~2~1 R")
     graph = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(0) R")], [halo], unit_price)
     into = {
@@ -206,7 +207,7 @@ def test_a_halo_is_had_from_the_plain_shard_alone_and_leads_nowhere() -> None:
     }
 
 
-def test_mirrored_parts_are_had_from_the_plain_shard_alone_and_lead_back_to_it() -> None:
+def test_mirrored_shards_convert_only_from_and_to_the_plain_shard() -> None:
     mirrored, whole = Layout.parse("S(1)~mirrored R"), Layout.parse("R R")
     swap = Collective("swap", 0, 1, -1, "", "float64", 4 * 4 * 8)
     for produced, wanted in ((whole, mirrored), (mirrored, whole)):
@@ -226,10 +227,12 @@ def test_mirrored_parts_are_had_from_the_plain_shard_alone_and_lead_back_to_it()
     ]
     assert kinds == ["swap", "all_to_all"]
     plain = layout_graph((4, 16), FLOAT, (4, 2), [Layout.parse("S(1) R")], [whole], unit_price)
-    assert all(arc.collective.kind != "swap" for arc in plain.arcs), "where nobody asks for it"
+    assert all(arc.collective.kind != "swap" for arc in plain.arcs), (
+        "no swap without a mirrored layout"
+    )
 
 
-def test_halos_of_two_dims_are_had_one_after_the_other() -> None:
+def test_halos_of_two_dims_are_exchanged_in_sequence() -> None:
     source, target = Layout.parse("S(1) S(2)"), Layout.parse("S(1)~1~1 S(2)~0~2")
     first, second = cheapest_chain((2, 8, 8), FLOAT, (2, 2), source, target, unit_price)
     assert {first.collective.kind, second.collective.kind} == {"halo"}
@@ -238,7 +241,7 @@ def test_halos_of_two_dims_are_had_one_after_the_other() -> None:
     )
 
 
-def test_partial_sums_are_reduced_in_the_dtype_asked_for_and_nothing_else_is() -> None:
+def test_only_reductions_of_partial_sums_use_the_requested_dtype() -> None:
     source, target = Layout.parse("P S(1)"), Layout.parse("R R")
     graph = layout_graph(
         (4, 8), torch.bfloat16, (2, 2), [source], [target], unit_price, torch.float32
@@ -259,15 +262,15 @@ def test_partial_sums_are_reduced_in_the_dtype_asked_for_and_nothing_else_is() -
     }
 
 
-def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() -> None:
-    """Reduce-scatter on the fast axis, all-reduce the parts on the slow one, all-gather on the
-    fast one."""
+def test_a_large_reduction_over_a_fast_and_a_slow_axis_is_hierarchical() -> None:
+    """The chain is a reduce-scatter on the fast axis, an all-reduce on the slow axis, and an
+    all-gather on the fast axis."""
 
     def price(c: Collective) -> float:
         moved = {"all_gather": c.bytes * 4, "all_reduce": 2 * c.bytes}.get(c.kind, c.bytes)
         return 0.0 if c.kind == "slice" else 1.0 + moved * (100.0 if c.axis == 0 else 1.0)
 
-    # the dim is named by some layout, on whatever axis
+    # some layout splits the dim, on any axis
     source, target = Layout.parse("P P"), Layout.parse("R R")
     graph = layout_graph((64, 64), FLOAT, (2, 4), [source], [target, Layout.parse("S(0) R")], price)
     arcs = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
@@ -278,7 +281,7 @@ def test_a_large_reduction_over_a_fast_and_a_slow_axis_comes_out_hierarchical() 
     ]
 
 
-def test_the_layout_graph_holds_what_is_made_and_wanted_with_their_local_bytes() -> None:
+def test_the_layout_graph_has_the_produced_and_requested_layouts_with_local_bytes() -> None:
     made, wanted = [Layout.parse("P R"), Layout.parse("S(0) R")], [Layout.parse("R S(1)")]
     graph = layout_graph((4, 8), FLOAT, (2, 2), made, wanted, unit_price)
     assert graph.layouts[:3] == (*made, *wanted)
@@ -293,7 +296,7 @@ def test_the_layout_graph_holds_what_is_made_and_wanted_with_their_local_bytes()
     assert all(arc.src == n for n, arcs in enumerate(outgoing) for arc in arcs)
 
 
-def test_all_layouts_are_those_that_fit_each_once_in_every_order_of_splitters() -> None:
+def test_all_layouts_lists_each_fitting_layout_once_in_every_order_of_axes() -> None:
     assert list(map(str, all_layouts((4, 4), (2,)))) == ["R", "S(0)", "S(1)"]
     square = all_layouts((4, 4), (2, 2))
     assert len(square) == len(set(square)) == 11
@@ -308,11 +311,11 @@ def test_all_layouts_are_those_that_fit_each_once_in_every_order_of_splitters() 
     ) == ["R"]
 
 
-# Trees against all trees
+# Cheapest trees compared with enumeration
 
 
 def random_graph(rng: random.Random) -> LayoutGraph:
-    """Any directed graph: what the layouts are plays no part in a search."""
+    """Return any directed graph. The search does not depend on the layouts."""
     num = rng.randint(3, 6)
     layouts = tuple(Layout((Shard(d),)) for d in range(num))
     every = list(itertools.permutations(range(num), 2))
@@ -340,12 +343,11 @@ def cheapest_by_hand(graph: LayoutGraph, have: set[int], want: set[int]) -> floa
 
 
 FROM_SEVERAL = (148, 226, 302, 733, 1092, 2759)
-"""Where branches begin in different layouts that are at hand, none of which leads to all that is
-wanted as cheaply, or at all."""
+"""Seeds whose cheapest tree starts from several available layouts."""
 
 
 @pytest.mark.parametrize("seed", [*range(60), *FROM_SEVERAL])
-def test_a_tree_is_the_cheapest_of_all_sets_of_steps_that_reach_what_is_wanted(seed: int) -> None:
+def test_a_tree_is_the_cheapest_set_of_steps_that_reaches_the_requested_layouts(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     nodes = range(len(graph.layouts))
@@ -363,16 +365,16 @@ def test_a_tree_is_the_cheapest_of_all_sets_of_steps_that_reach_what_is_wanted(s
     ready = set(have)
     for arc in arcs:
         assert arc.src in ready and arc.dst not in ready, (
-            "each step reads what is there and makes what is not"
+            "each step reads an available layout and produces a new one"
         )
         ready.add(arc.dst)
     assert want <= ready
     assert {arc.dst for arc in arcs} - {arc.src for arc in arcs} <= want, (
-        "nothing is made for nobody"
+        "every produced layout is used"
     )
 
 
-def test_one_gather_serves_all_readers_and_what_is_at_hand_costs_nothing() -> None:
+def test_one_gather_serves_all_readers_and_available_layouts_cost_nothing() -> None:
     source, split_rows, whole = Layout.parse("S(0)"), Layout.parse("S(1)"), Layout.parse("R")
     graph = layout_graph((8, 8), FLOAT, (2,), [source], [whole, split_rows], by_bytes)
     arcs = cheapest_tree(
@@ -384,7 +386,7 @@ def test_one_gather_serves_all_readers_and_what_is_at_hand_costs_nothing() -> No
     )
 
 
-def test_many_wanted_layouts_are_all_made_and_cost_no_more_than_each_alone() -> None:
+def test_many_requested_layouts_cost_at_most_the_sum_of_their_chains() -> None:
     shape, mesh_shape = (8, 8), (2, 2)
     layouts = all_layouts(shape, mesh_shape)
     source = Layout.parse("S(0) S(1)")
@@ -394,10 +396,10 @@ def test_many_wanted_layouts_are_all_made_and_cost_no_more_than_each_alone() -> 
     assert set(want) <= reached({graph.index[source]}, arcs)
     alone = (cheapest_tree(graph, [graph.index[source]], [w]) for w in want)
     assert sum(a.time_s for a in arcs) <= sum(a.time_s for each in alone for a in each)
-    assert len(arcs) == len({a.dst for a in arcs}), "nothing is made twice"
+    assert len(arcs) == len({a.dst for a in arcs}), "no layout is produced twice"
 
 
-def test_without_a_version_at_hand_nothing_can_be_made() -> None:
+def test_a_tree_without_an_available_layout_is_refused() -> None:
     graph = layout_graph((4,), FLOAT, (2,), [Layout.parse("R")], [Layout.parse("S(0)")], unit_price)
     with pytest.raises(LayoutError, match=r"no version is at hand to make S\(0\) from"):
         cheapest_tree(graph, [], [graph.index[Layout.parse("S(0)")]])
@@ -406,7 +408,7 @@ def test_without_a_version_at_hand_nothing_can_be_made() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chain_to_one_layout_is_the_tree_that_dreyfus_and_wagner_find_ties_among_it(
+def test_a_chain_to_one_layout_equals_the_dreyfus_wagner_tree_including_ties(
     seed: int,
 ) -> None:
     rng = random.Random(seed)

@@ -1,10 +1,9 @@
-"""Every remedy that is printed helps: a program that is refused, and the same program changed as
-the remedy says.
+"""Every printed remedy works: a program that is refused runs after the change that it names.
 
-Remedies are found in the source. Those without a program here are counted; their number may only go
-down. The programs are in `tests/support/remedy_programs_*.py`, under the place of the remedy: its
-module, its function, and its number within it; of several programs for one place, each has a name
-after a bar.
+Remedies are collected from the source. The number of remedies without a program may only go down.
+The programs are in `tests/support/remedy_programs_*.py`, with the place of the remedy as the key:
+its module, its function, and its number within the function. If a place has several programs, each
+has a name after a bar.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ PROGRAMS = {place: program for part in PARTS for place, program in part.PROGRAMS
 
 
 class Lines(NamedTuple):
-    """Where a remedy is given in the source."""
+    """The lines of a remedy in the source."""
 
     file: str
     first: int
@@ -78,7 +77,7 @@ class Lines(NamedTuple):
 
 
 def remedies() -> dict[str, Lines]:
-    """Every place in the source that gives a remedy, by module, function and its number there."""
+    """Return every place in the source with a remedy, by module, function and number."""
     return {
         place: Lines(str(file), node.lineno, node.end_lineno or node.lineno)
         for file in sorted(ROOT.rglob("*.py"))
@@ -87,7 +86,7 @@ def remedies() -> dict[str, Lines]:
 
 
 def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[str, ast.Call]]:
-    """Those of one module; a function within a function counts for itself."""
+    """Return the places of one module. Nested functions are counted separately."""
     number, waiting = 0, list(ast.iter_child_nodes(tree))
     while waiting:
         node = waiting.pop(0)
@@ -102,8 +101,8 @@ def _within(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[st
 
 
 def _is_passed_on(call: ast.Call, function: str) -> bool:
-    """Whether it is that of another error, of which the call also says what happened, or of the
-    caller of a constructor."""
+    """Return whether the remedy is passed on from another error or from the caller of a
+    constructor."""
     given = next(word.value for word in call.keywords if word.arg == "remedy")
     if isinstance(given, ast.Attribute):
         return f"{ast.unparse(given.value)}.what" in ast.unparse(call)
@@ -114,11 +113,11 @@ REMEDIES = remedies()
 
 
 def place_of(name: str) -> str:
-    """The place of a program's remedy."""
+    """Return the place of the remedy of a program."""
     return name.partition(" | ")[0]
 
 
-def test_each_program_is_of_a_remedy_in_the_source() -> None:
+def test_each_program_belongs_to_a_remedy_in_the_source() -> None:
     assert {place_of(name) for name in PROGRAMS} <= REMEDIES.keys()
     assert len(PROGRAMS) == sum(len(part.PROGRAMS) for part in PARTS)
 
@@ -132,7 +131,7 @@ def test_the_number_of_remedies_without_a_program_only_goes_down() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AutoparError, list[tuple[str, int]]]]:
-    """Errors as they are made, with the (file, line) of each call that led there."""
+    """The errors that are created, with the (file, line) of each frame."""
     found: list[tuple[AutoparError, list[tuple[str, int]]]] = []
     plain = AutoparError.__init__
 
@@ -149,7 +148,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AutoparError, list[tuple
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_remedy_is_printed_and_helps(
+def test_the_remedy_is_printed_and_works(
     name: str, made: list[tuple[AutoparError, list[tuple[str, int]]]]
 ) -> None:
     program, place = PROGRAMS[name], REMEDIES[place_of(name)]

@@ -1,5 +1,4 @@
-"""Figures: what they show is what the plan says; files come in the form that their name asks
-for."""
+"""Figures show the values of the plan, and the format of a file follows from its suffix."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def _colours(axes: Any) -> list[str]:
     return [to_hex(patch.get_facecolor()) for patch in axes.patches]
 
 
-def test_a_row_is_coloured_by_the_parallelism_of_its_module_on_each_axis() -> None:
+def test_a_row_has_the_colours_of_the_parallelism_of_its_module_on_each_axis() -> None:
     computing, resting, _ = layouts(made_plan()).axes
     rows = [label.get_text() for label in computing.get_yticklabels()]
     assert rows == [
@@ -50,13 +49,13 @@ def test_a_row_is_coloured_by_the_parallelism_of_its_module_on_each_axis() -> No
     ]
 
 
-def test_the_bars_of_a_module_are_its_compute_and_communication() -> None:
+def test_the_bars_of_a_module_show_its_compute_and_communication() -> None:
     *_, times = layouts(made_plan()).axes
     widths = [bar.get_width() for bar in times.patches]
     assert widths == pytest.approx([1, 3, 12, 9, 2, 0, 0, 3, 0, 3])
 
 
-def test_the_stack_of_the_peak_is_as_long_as_the_peak_and_the_budget_is_drawn() -> None:
+def test_the_stacked_bar_has_the_length_of_the_peak_and_the_budget_is_drawn() -> None:
     plan = made_plan()
     (axes,) = memory(plan).axes
     stack = [bar for bar in axes.patches if bar.get_y() < 0]
@@ -68,7 +67,7 @@ def test_the_stack_of_the_peak_is_as_long_as_the_peak_and_the_budget_is_drawn() 
     assert budget.get_xdata()[0] * 2**30 == pytest.approx(plan.options["memory_bytes"])
 
 
-def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
+def test_the_timeline_has_every_bar_and_one_layer_in_detail() -> None:
     plan = made_plan()
     forward, backward, whole = timeline(plan).axes
     drawn = [path.get_extents() for lane in whole.collections for path in lane.get_paths()]
@@ -79,7 +78,7 @@ def test_the_time_line_has_every_bar_and_one_layer_in_detail() -> None:
     assert backward.get_title(loc="left") == "net.layers.1, backward: 2.00 ms"
 
 
-def test_the_time_line_of_a_plan_without_backward_tells_of_none() -> None:
+def test_the_timeline_of_an_inference_plan_has_no_backward() -> None:
     plan = made_plan()
     forward_bars = tuple(bar for bar in plan.prediction.timeline if bar[1] == "forward")
     figure = timeline(replace(plan, prediction=replace(plan.prediction, timeline=forward_bars)))
@@ -91,25 +90,25 @@ def test_the_time_line_of_a_plan_without_backward_tells_of_none() -> None:
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )
-def test_a_picture_comes_in_the_form_that_its_name_asks_for(
+def test_the_suffix_of_a_file_determines_the_format_of_a_figure(
     tmp_path: Path, suffix: str, start: bytes
 ) -> None:
     assert report(made_plan(), tmp_path / f"plan{suffix}").read_bytes().startswith(start)
 
 
-def test_a_page_stands_alone_and_holds_figures_and_tables(tmp_path: Path) -> None:
+def test_a_page_is_self_contained_and_has_figures_and_tables(tmp_path: Path) -> None:
     page = report(made_plan(), tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
     assert "Best alternatives" in page
     assert "http" not in page
 
 
-def test_another_suffix_is_an_error_that_names_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match=r"plan\.docx[\s\S]*\.png"):
         report(made_plan(), tmp_path / "plan.docx")
 
 
-def test_a_folder_that_is_not_there_is_an_error_that_says_where(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match="No such file"):
         report(made_plan(), tmp_path / "missing" / "plan.png")
 
@@ -158,7 +157,7 @@ def test_interleaved_stages_have_a_row_per_rank() -> None:
     assert names == ["0  the model, net.layers.6", "1  net.layers.3, net.layers.9"]
 
 
-def test_the_memory_of_a_stage_is_as_long_as_its_peak() -> None:
+def test_the_memory_bar_of_a_stage_has_the_length_of_its_peak() -> None:
     plan = made_staged_plan()
     assert plan.pipeline is not None
     (axes,) = stage_memory(plan).axes

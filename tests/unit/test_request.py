@@ -1,4 +1,4 @@
-"""Options of planning: the budget, what the plan records, and what is refused."""
+"""Planning options: the budget, the recorded options, and invalid options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autopar.planner import PlanOptions
 H100 = HardwareProfile.load("h100-sxm")
 
 
-def test_the_budget_is_what_is_asked_for_or_the_devices_memory_less_a_tenth() -> None:
+def test_the_budget_is_the_requested_one_or_ninety_percent_of_the_device_memory() -> None:
     assert PlanOptions(memory_bytes=123).budget(H100) == 123
     assert PlanOptions().budget(H100) == int(H100.device_memory_bytes * 0.9)
 
 
-def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
+def test_the_plan_records_the_options_that_affect_it_without_the_time_limit() -> None:
     options = PlanOptions(
         memory_bytes=7,
         optimizer="sgd",
@@ -89,7 +89,7 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
         ({"constraints": ("up",)}, r"'up' is not a constraint(.|\n)*autopar\.constraints"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
+def test_an_invalid_option_is_refused_with_the_valid_values(
     option: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(AutoparError, match=complaint):
@@ -110,7 +110,7 @@ def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constrai
     PlanOptions(num_microbatches=4, constraints=(pipeline("a"), megatron(pp=2)))
 
 
-def test_a_time_limit_is_of_a_whole_planning_which_begins_once() -> None:
+def test_a_time_limit_applies_to_the_whole_planning() -> None:
     free = PlanOptions()
     assert (
         free.begun().solve_s == math.inf and not free.begun().is_late and not free.begun().is_over

@@ -1,4 +1,5 @@
-"""Two streams against a brute-force simulation in small steps of time, and against closed forms."""
+"""The two-stream simulation matches a brute-force simulation in small time steps, and closed
+forms."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _TICK_S = 1.0
 
 
 def programs(rng: random.Random, num: int) -> list[Event]:
-    """Random events: early steps are started once, and finished once, behind their start."""
+    """Draw random events. Early steps are started once and finished once after their start."""
     events: list[Event] = []
     flying: list[int] = []
     for step in range(num):
@@ -47,8 +48,8 @@ def run(events: list[Event], slowdown: float) -> Streams:
 
 
 def brute_force(events: list[Event], slowdown: float, per_tick: int = 20) -> tuple[float, float]:
-    """Time and hidden time by small steps of 1 / `per_tick` of a tick; s is a multiple of 1 /
-    `per_tick`, so that nothing is rounded."""
+    """Return the time and the hidden time, simulated in steps of 1 / `per_tick` of a tick. s is a
+    multiple of 1 / `per_tick`, so nothing is rounded."""
     rate = round(
         (1 - slowdown) * per_tick
     )  # parts of compute that get done in a small step beside communication; per_tick alone
@@ -80,7 +81,7 @@ def brute_force(events: list[Event], slowdown: float, per_tick: int = 20) -> tup
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.5, 0.75, 1.0])
-def test_random_programs_take_as_long_as_in_small_steps_of_time(slowdown: float) -> None:
+def test_random_programs_take_the_time_of_the_brute_force_simulation(slowdown: float) -> None:
     compared = 0
     for seed in range(300):
         events = programs(random.Random(seed), 1 + seed % 5)
@@ -94,7 +95,7 @@ def test_random_programs_take_as_long_as_in_small_steps_of_time(slowdown: float)
 
 
 @given(seed=st.integers(0, 10_000), slowdown=st.floats(0.0, 1.0))
-def test_time_lies_between_the_bound_and_one_after_the_other(seed: int, slowdown: float) -> None:
+def test_the_time_is_between_the_bound_and_the_sequential_time(seed: int, slowdown: float) -> None:
     events = programs(random.Random(seed), 6)
     compute, block, early = (
         sum(e[2 if kind == "start" else 1] for e in events if e[0] == kind)
@@ -126,7 +127,7 @@ SHARE = st.floats(0.0, 1.0)
 
 
 @given(pieces=PIECES, slowdown=SHARE, shares=st.tuples(SHARE, SHARE), outside_s=st.floats(0.0, 9.0))
-def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_more(
+def test_a_load_takes_the_time_of_its_longer_stream_and_no_balance_gives_a_higher_bound(
     pieces: list[tuple[str, float, str]],
     slowdown: float,
     shares: tuple[float, float],
@@ -174,17 +175,17 @@ def test_no_order_of_a_phase_is_faster_than_its_load(seed: int, slowdown: float)
     assert load.least_s(slowdown) - 1e-9 <= run(events, slowdown).now_s <= load.serial_s + 1e-9
 
 
-def test_where_nothing_can_be_hidden_times_add_up() -> None:
+def test_without_overlap_times_add_up() -> None:
     streams = run([("start", 0, 5), ("compute", 3, 0), ("block", 2, 0), ("finish", 0, 0)], 1.0)
     assert streams.now_s == 10.0
 
 
-def test_a_step_beside_compute_costs_it_what_the_profile_says_and_a_blocking_step_goes_first() -> (
-    None
-):
+def test_overlap_slows_compute_as_in_the_profile_and_blocking_steps_go_first() -> None:
     free = run([("start", 0, 4), ("compute", 10, 0), ("finish", 0, 0)], 0.25)
     assert free.now_s == pytest.approx(10 + 0.25 * 4)
     assert free.waited_s == 0.0
     paused = run([("start", 0, 4), ("block", 3, 0), ("compute", 1, 0), ("finish", 0, 0)], 0.0)
-    assert paused.now_s == pytest.approx(3 + 1 + 3)  # 1 of 4 beside compute, the rest is waited for
+    assert paused.now_s == pytest.approx(
+        3 + 1 + 3
+    )  # 1 of 4 is overlapped with compute, the rest is exposed
     assert paused.done_s[0] == paused.now_s

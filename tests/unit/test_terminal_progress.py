@@ -1,4 +1,4 @@
-"""What takes long is said on a terminal, or else in the log; what does not is silent."""
+"""Long operations show progress on a terminal or in the log. Short ones are silent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def shown(
     return told.getvalue()
 
 
-def test_only_what_takes_long_on_a_terminal_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_long_operations_show_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "solving …" in shown(monkeypatch, after_s=0.01, takes_s=0.5)
     assert shown(monkeypatch, after_s=30.0, takes_s=0.0) == ""
     assert shown(monkeypatch, after_s=0.01, takes_s=0.2, is_terminal=False) == ""
 
 
-def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
+def test_without_a_terminal_long_operations_are_logged_at_a_limited_rate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(terminal, "_EVERY_S", 30.0)
@@ -49,7 +49,7 @@ def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
         assert not caplog.records
 
 
-def test_the_first_line_in_the_log_may_be_a_warning_and_the_others_are_not(
+def test_only_the_first_line_in_the_log_may_be_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(terminal, "_EVERY_S", 0.01)
@@ -75,7 +75,7 @@ def lines_of_a_command(
     return told.getvalue().splitlines()
 
 
-def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_does(
+def test_a_command_with_stderr_in_a_file_writes_its_progress_periodically(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = lines_of_a_command(monkeypatch, every_s=0.01, takes_s=0.5)
@@ -86,7 +86,7 @@ def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_do
     assert lines_of_a_command(monkeypatch, every_s=30.0, takes_s=0.0) == []
 
 
-def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_reports_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def planned(*_: object, progress: object) -> tuple[None, None]:

@@ -21,7 +21,7 @@ TOP_K = torch.ops.aten.topk.default
 
 
 class Picks(nn.Module):
-    """Picks the tokens of the largest norm, with norms that are equal or not."""
+    """A model that picks the tokens with the largest norm, with equal or different norms."""
 
     def __init__(self, *, equal: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def build(*, equal: bool) -> tuple[Picks, dict[str, Tensor]]:
 
 
 def split(model: nn.Module, batch: dict[str, Tensor]) -> autopar.Plan:
-    """A plan that adds up partial sums, and therefore rounds differently from the model."""
+    """Return a plan with partial sums, which therefore rounds differently from the model."""
     constraints = (tensor_parallel("1d", axes="gpu"),)
     return autopar.plan(
         model, Mesh(gpu=4), example_inputs=batch, hardware="cpu-gloo", constraints=constraints
@@ -69,7 +69,7 @@ def _reverse(graph: fx.Graph) -> None:
     node.args = (*node.args[:2], node.args[2] if len(node.args) > 2 else -1, False)
 
 
-def test_a_wrong_choice_between_different_numbers_is_a_wrong_program() -> None:
+def test_a_wrong_choice_between_different_numbers_is_an_error_of_the_program() -> None:
     model, batch = build(equal=False)
     trace = capture(model, (), batch)
     planned = make_plan(trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions())

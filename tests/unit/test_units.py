@@ -1,4 +1,4 @@
-"""Seconds, bytes and shares as people read them."""
+"""Seconds, bytes and shares as readable text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.core.units import seconds, share, size
         (0, "0 ms"),
     ],
 )
-def test_seconds_have_three_digits_that_count(value: float, text: str) -> None:
+def test_seconds_have_three_significant_digits(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
@@ -28,11 +28,11 @@ def test_seconds_have_three_digits_that_count(value: float, text: str) -> None:
     ("value", "text"),
     [(72e9, "67.1 GiB"), (2**20, "1.00 MiB"), (1536, "1.50 KiB"), (4, "4 B"), (0, "0 B")],
 )
-def test_bytes_are_told_in_powers_of_1024(value: float, text: str) -> None:
+def test_bytes_are_written_in_powers_of_1024(value: float, text: str) -> None:
     assert size(value) == text
 
 
-def test_differences_carry_their_sign() -> None:
+def test_differences_have_a_sign() -> None:
     assert (seconds(1e-3, signed=True), size(-(2**20), signed=True), share(0.1, signed=True)) == (
         "+1.00 ms",
         "-1.00 MiB",
@@ -40,5 +40,5 @@ def test_differences_carry_their_sign() -> None:
     )
 
 
-def test_small_shares_do_not_vanish() -> None:
+def test_small_shares_are_not_rounded_to_zero() -> None:
     assert (share(0.00004), share(0.0), share(0.123)) == ("0.004 %", "0.0 %", "12.3 %")

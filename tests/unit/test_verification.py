@@ -1,4 +1,5 @@
-"""Verification: equal programs pass, and one wrong node in an emitted graph is found and named."""
+"""Verification: equal programs pass, and one wrong node in an emitted graph is detected and
+named."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ Built = tuple[nn.Module, dict[str, torch.Tensor], Trace, Planned]
 
 @pytest.fixture(scope="module")
 def gpt2() -> Built:
-    """Each collective by itself."""
+    """A case without buckets, so that each collective is a separate node."""
     model, batch, trace, made = built("gpt2", expert.gpt2(fsdp=True))
     plan = replace(made.plan, buckets=())
     return model, batch, trace, replace(made, plan=plan, program=emit(trace, plan))
@@ -53,7 +54,7 @@ def built(kind: str, constraints: Any = (), **settings: Any) -> Built:
 
 
 def changed(case: Built, phase: str, change: Callable[[fx.Graph], None]) -> Program:
-    """The case's program, emitted anew, with its forward or backward graph changed."""
+    """Emit the program of the case again, and change its forward or backward graph."""
     program = emit(case[2], case[3].plan)
     module = getattr(program.stages[0], phase)
     change(module.graph)
@@ -98,7 +99,7 @@ def test_an_equal_program_passes_and_the_report_names_its_worst_tensor(gpt2: Bui
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_float32_parts_of_the_model_widen_the_tolerance_and_are_named_but_the_traced_graph_is_held_to_float64(  # noqa: E501
+def test_float32_parts_of_the_model_are_named_and_widen_the_tolerance(
     gpt2: Built,
 ) -> None:
     model, batch, trace, planned = gpt2
@@ -108,14 +109,14 @@ def test_float32_parts_of_the_model_widen_the_tolerance_and_are_named_but_the_tr
     assert found.traced is not None and found.traced < found.traced_tolerance == 1e-9
 
 
-def test_a_model_without_float32_parts_is_held_to_1e_9() -> None:
+def test_a_model_without_float32_parts_has_a_tolerance_of_1e_9() -> None:
     model, batch, trace, planned = built("bert")
     found = verify_program(trace, planned.program, model, (), batch)
     assert (found.lower_parts, found.traced, found.tolerance) == ((), None, 1e-9)
     assert found.max_error < 1e-12
 
 
-def test_so_it_is_the_first_time_in_a_process() -> None:
+def test_the_first_verification_of_a_process_has_a_tolerance_of_1e_9() -> None:
     own_eps._eps_of.cache_clear()
     model, batch = nn.Sequential(nn.Linear(4, 4), Squares()), (torch.randn(8, 4),)
     plan = autopar.plan(model, Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
@@ -153,7 +154,7 @@ def test_an_all_reduce_that_does_nothing_is_named(gpt2: Built, phase: str) -> No
         assert str(nodes[index].meta["holds"][1]) in told
 
 
-def test_of_a_bucket_whose_step_does_nothing_a_member_is_named() -> None:
+def test_a_member_of_a_bucket_whose_step_does_nothing_is_named() -> None:
     case = built("gpt2", expert.gpt2(fsdp=True))
     keys = []
 
@@ -192,7 +193,7 @@ def test_the_reader_of_a_removed_all_reduce_is_named_with_the_partial_sums_it_re
     assert " as P" in told or "P(" in told or " P" in told.split("it reads")[1]
 
 
-def test_a_scale_that_is_wrong_by_a_millionth_is_named_with_the_users_line(gpt2: Built) -> None:
+def test_a_scale_that_is_wrong_by_1e_6_is_named_with_the_line_of_the_model(gpt2: Built) -> None:
     keys = []
 
     def scale(graph: fx.Graph) -> None:
@@ -211,7 +212,7 @@ def test_a_scale_that_is_wrong_by_a_millionth_is_named_with_the_users_line(gpt2:
     assert "transformer.h.1.ln_2" in told and ".py:" in told
 
 
-def test_a_capture_that_is_wrong_is_told_from_a_wrong_program(gpt2: Built) -> None:
+def test_a_wrong_capture_is_distinguished_from_a_wrong_program(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     other = copy.deepcopy(model)
     other.transformer.h[0].register_forward_hook(lambda module, inputs, output: doubled(output))
@@ -226,13 +227,13 @@ def doubled(output: Any) -> Any:
     return tuple(2 * part for part in output) if isinstance(output, tuple) else 2 * output
 
 
-def test_a_tighter_tolerance_than_the_model_keeps_is_not_met(gpt2: Built) -> None:
+def test_a_too_small_tolerance_is_not_met(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     with pytest.raises(VerificationError, match="tolerance 1e-12"):
         verify_program(trace, planned.program, model, (), batch, tolerance=1e-12)
 
 
-def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
+def test_a_model_on_meta_cannot_be_verified(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     with pytest.raises(
         VerificationError,
@@ -241,13 +242,13 @@ def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
         verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
 
 
-def test_nothing_is_verified_in_half_precision(gpt2: Built) -> None:
+def test_verification_in_16_bit_dtypes_is_refused(gpt2: Built) -> None:
     model, batch, _, planned = gpt2
     with pytest.raises(VerificationError, match=r"cannot verify in torch\.bfloat16"):
         autopar.verify(planned.plan, model, batch, dtype=torch.bfloat16)
 
 
-def test_on_a_gpu_torch_is_exact_while_it_is_verified_and_then_as_it_was() -> None:
+def test_verification_on_a_gpu_uses_exact_kernels_and_restores_the_settings() -> None:
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
     asked, torch.backends.cuda.matmul.fp32_precision = (
         torch.backends.cuda.matmul.fp32_precision,
@@ -267,7 +268,7 @@ def test_on_a_gpu_torch_is_exact_while_it_is_verified_and_then_as_it_was() -> No
         torch.backends.cuda.matmul.fp32_precision = asked
 
 
-def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
+def test_a_nan_loss_is_refused(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     broken = copy.deepcopy(model)
     broken.transformer.ln_f.weight.data.fill_(float("nan"))
@@ -278,9 +279,7 @@ def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_an_index_that_the_vocabulary_does_not_have_is_an_error_under_a_split_vocabulary_too(
-    gpt2: Built, name: str
-) -> None:
+def test_an_index_outside_a_sharded_vocabulary_is_an_error(gpt2: Built, name: str) -> None:
     model, batch, trace, planned = gpt2
     wrong = {**batch, name: torch.full_like(batch[name], 10**6)}
     with pytest.raises(IndexError):
@@ -294,7 +293,7 @@ def test_an_index_that_the_vocabulary_does_not_have_is_an_error_under_a_split_vo
         run_lockstep(planned.program, tensors, tensors, inputs)
 
 
-def test_relative_errors_at_their_borders() -> None:
+def test_relative_errors_of_infinite_nan_zero_and_missing_values() -> None:
     x = torch.tensor([1.0, -4.0, float("-inf"), float("nan")])
     assert relative_error(x, x) == 0.0
     assert relative_error(torch.tensor([1.0, -3.0, float("-inf"), float("nan")]), x) == 0.25
@@ -306,7 +305,7 @@ def test_relative_errors_at_their_borders() -> None:
     assert relative_error(None, torch.tensor([2.0])) == 1.0
 
 
-def test_a_gradient_that_is_lost_counts_as_zeros_and_the_report_says_not_equal() -> None:
+def test_a_lost_gradient_counts_as_zeros_and_the_report_says_not_equal() -> None:
     lost = Verification(
         False,
         1e-9,
@@ -325,7 +324,7 @@ def test_a_gradient_that_is_lost_counts_as_zeros_and_the_report_says_not_equal()
     assert replace(lost, ok=True).__str__().startswith("equal")
 
 
-def test_complex_buffers_and_nested_inputs_are_computed_in_the_dtype_asked_for() -> None:
+def test_complex_buffers_and_nested_inputs_are_computed_in_the_requested_dtype() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -346,7 +345,7 @@ def test_complex_buffers_and_nested_inputs_are_computed_in_the_dtype_asked_for()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(
+def test_a_model_with_16_bit_parts_has_the_tolerance_of_these_parts(
     dtype: torch.dtype | None,
 ) -> None:
     class Mixed(nn.Module):
@@ -375,8 +374,8 @@ def test_a_model_that_computes_parts_in_16_bits_is_held_to_what_those_can(
 
 
 class FloatOnly(nn.Module):
-    """A model that float64 breaks: its mask is float32, the number for it is the smallest of x's
-    dtype."""
+    """A model that fails in float64, because its float32 mask is filled with the minimum of the
+    dtype of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +401,7 @@ def test_a_model_that_cannot_be_run_in_float64_is_compared_in_its_own_dtype() ->
 
 
 class Waves(nn.Module):
-    """Complex numbers in forward and in backward."""
+    """A model with complex numbers in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +415,7 @@ class Waves(nn.Module):
         )
 
 
-def test_complex_numbers_are_computed_as_precisely_as_real_ones() -> None:
+def test_complex_numbers_are_computed_in_double_precision() -> None:
     model, batch = Waves(), (torch.randn(8, 8),)
     trace = capture(model, batch)
     assert any(
@@ -431,18 +430,18 @@ def test_complex_numbers_are_computed_as_precisely_as_real_ones() -> None:
     assert found.max_error < 1e-13 and found.dtype == "float64"
 
 
-def test_what_an_empty_tensor_holds_is_nobodys_mistake() -> None:
+def test_uninitialized_values_are_not_reported_as_a_difference() -> None:
     model, batch = Waves(), (torch.randn(8, 8),)
     trace = capture(model, batch)
     assert any("empty" in str(node.target) for node in trace.graph.nodes)
-    model.scale = 0.25  # now the model is another, though all nodes are right
+    model.scale = 0.25  # now the model differs, although all nodes are correct
     with pytest.raises(VerificationError, match="every node matches the traced graph"):
         verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
 
 
 class Shifted(nn.Module):
-    """Softmax does not see the shift, whose gradient is noise; and the model computes it in
-    float32."""
+    """A model whose softmax does not depend on the shift, so that the gradient of the shift is
+    noise. The softmax is in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +451,7 @@ class Shifted(nn.Module):
         return (self.linear(x) + self.shift).float().softmax(-1).pow(2).sum()
 
 
-def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_computes_in() -> None:
+def test_noise_in_a_zero_gradient_is_compared_with_the_precision_of_the_model() -> None:
     torch.manual_seed(0)
     model, batch = Shifted(), (torch.randn(8, 8),)
     trace = capture(model, batch)
@@ -463,8 +462,8 @@ def test_noise_in_place_of_a_zero_gradient_is_measured_by_what_the_model_compute
 
 
 class Offset(nn.Module):
-    """Numbers of float32 with a large mean, normed: torch's kernel adds up in float64, the
-    program's sums are rounded. Both are right."""
+    """A norm of float32 numbers with a large mean. The kernel of torch accumulates in float64, and
+    the sums of the program are rounded. Both are correct."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,9 +483,7 @@ def offset() -> tuple[Offset, tuple[torch.Tensor], Trace, Program]:
     return model, batch, trace, make_plan(trace, MESH, H100, PlanOptions()).program
 
 
-def test_a_program_whose_sums_round_otherwise_than_the_models_is_compared_in_float64_with_it() -> (
-    None
-):
+def test_a_program_that_rounds_sums_differently_is_compared_in_float64() -> None:
     model, batch, trace, program = offset()
     with pytest.raises(VerificationError):
         verify_program(trace, program, model, batch, {}, dtype=None)
@@ -496,24 +493,24 @@ def test_a_program_whose_sums_round_otherwise_than_the_models_is_compared_in_flo
     assert "it ran in float32, the program in float64" in str(found)
 
 
-def test_what_differs_from_the_model_is_reported_there_too() -> None:
+def test_a_difference_from_the_model_is_reported_in_the_float64_comparison() -> None:
     model, batch, trace, program = offset()
     model.scale = 1.001
     with pytest.raises(VerificationError):
         verify_program(trace, program, model, batch, {})
 
 
-def test_a_model_whose_weights_are_computed_is_verified() -> None:
+def test_a_model_with_computed_weights_is_verified() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        model = Squared(nn.utils.weight_norm(nn.Linear(8, 8)))  # holds a weight that is no leaf
+        model = Squared(nn.utils.weight_norm(nn.Linear(8, 8)))  # it has a weight that is not a leaf
     batch = {"x": torch.randn(6, 8)}
     plan = autopar.plan(model, Mesh({"a": 2}), example_inputs=batch, hardware="cpu-gloo")
     assert autopar.verify(plan, model, batch).ok
 
 
 class Squared(nn.Module):
-    """A net, whose mean square is the loss."""
+    """A net with the mean square of its output as the loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -525,7 +522,7 @@ class Squared(nn.Module):
 
 
 class Blind(nn.Module):
-    """A loss that sees none of its parameters, in some way."""
+    """A loss that does not depend on its parameters, for one of several reasons."""
 
     WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "softmax": lambda z: z.softmax(-1).sum(),
@@ -568,7 +565,7 @@ def planned_blind(model: nn.Module) -> tuple[tuple[torch.Tensor], Trace, Planned
 
 @pytest.mark.parametrize("way", Blind.WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(
+def test_gradients_that_are_all_zero_are_compared_with_the_size_of_their_summands(
     way: str, dtype: torch.dtype
 ) -> None:
     model = Blind(way)
@@ -578,7 +575,7 @@ def test_gradients_that_are_all_zero_are_measured_by_what_they_are_added_up_of(
 
 @pytest.mark.parametrize("way", ["softmax", "centred", "layer norm"])
 @pytest.mark.parametrize("share", [1.0, 1e-6])
-def test_where_gradients_should_all_be_zero_one_that_is_not_is_found(
+def test_a_nonzero_gradient_is_detected_if_all_gradients_should_be_zero(
     way: str, share: float
 ) -> None:
     model = Blind(way)
@@ -597,7 +594,7 @@ def change_first_gradient(program: StageProgram, op: Any, number: float) -> None
 
 
 @pytest.mark.parametrize("factor", [1e-15, 1e-25])
-def test_true_gradients_however_small_are_not_taken_for_zeros(factor: float) -> None:
+def test_very_small_true_gradients_are_not_taken_for_zeros(factor: float) -> None:
     torch.manual_seed(0)
     model = Blind("dead", factor)
     model.way = lambda z: z.square().sum()

@@ -1,4 +1,4 @@
-"""Constraints written as text, as the command line takes them."""
+"""Constraints written as text, as on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRITTEN: dict[str, Constraint] = {
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_it_is_the_constraint_that_the_call_makes(text: str) -> None:
+def test_the_text_of_a_constraint_gives_the_constraint_of_the_call(text: str) -> None:
     assert parse_constraint(text) == WRITTEN[text]
 
 
@@ -50,12 +50,12 @@ def test_it_is_the_constraint_that_the_call_makes(text: str) -> None:
         ("fsdp().axes", "is not a constraint"),
     ],
 )
-def test_what_is_none_is_refused_and_not_run(text: str, said: str) -> None:
+def test_text_that_is_not_a_constraint_is_refused_and_not_executed(text: str, said: str) -> None:
     with pytest.raises(ConstraintError, match="what to do") as refused:
         parse_constraint(text)
     assert said in str(refused.value) and text in str(refused.value)
 
 
-def test_what_the_constraint_itself_refuses_is_its_own_error() -> None:
+def test_an_error_of_the_constraint_is_raised_unchanged() -> None:
     with pytest.raises(AutoparError, match=r"zero must be .*, got 9"):
         parse_constraint("megatron(zero=9)")

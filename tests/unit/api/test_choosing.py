@@ -1,4 +1,4 @@
-"""Which plans are tried, and which are not, since bounds say enough."""
+"""Which alternatives the search plans, and which it skips because of their bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.core.units import seconds
 from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import PlanOptions, TooSlow
 
-ALONE_S = 1.0  # what is found without stages
+ALONE_S = 1.0  # the step of the plan without stages
 TRACE: Any = SimpleNamespace(
     loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph(), parameters=(), inputs=()
 )
@@ -34,8 +34,8 @@ Staged = Callable[[Chooser, Pipelined, int, float], Any]
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that plans get on what they were chosen from, which these plans have no place
-    for; no loss can be computed by rows."""
+    """The lines about the alternatives that the search adds to a plan. The plans of these tests
+    cannot store them. No loss can be computed by rows."""
     lines: list[str] = []
 
     def add_coverage(found: Any, line: str) -> Any:
@@ -49,7 +49,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search reads and writes of a plan that was found."""
+    """The fields of a found plan that the search reads and writes."""
 
     plan: Any
     computing_s: float
@@ -57,7 +57,7 @@ class Found:
 
 
 def plan_of(num: int, **figures: Any) -> Any:
-    """A plan with these figures, with a pipeline if there are microbatches."""
+    """Return a plan with these figures, with a pipeline if there are microbatches."""
     stages, num_microbatches = (SimpleNamespace(**figures),), num or 1
     one = SimpleNamespace(
         stages=stages, num_microbatches=num_microbatches, num_chunks=1, num_ranks=1
@@ -72,7 +72,7 @@ def plan_of(num: int, **figures: Any) -> Any:
 
 
 def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
-    """A plan, in stages if there are microbatches."""
+    """Return a found plan, in stages if there are microbatches."""
     proof = SimpleNamespace(memory_price_s_per_gib=0.0, num_variables=10_000, gap=0.004)
     prediction = SimpleNamespace(step_s=step_s)
     return Found(plan_of(num, prediction=prediction, entries=(), proof=proof), compute_s)
@@ -122,7 +122,7 @@ def search(
         (0.8, {"outputs": "full"}, "h100-sxm", True),
         # In stages a call would return other outputs.
         (0.8, {"outputs": "dtensor"}, "h100-sxm", False),
-        (0.95, {}, "h100-sxm", False),  # what stages wait for would take as long
+        (0.95, {}, "h100-sxm", False),  # the bubble of stages would take as long
         (0.8, {}, "cpu-gloo", False),
         (0.8, {"num_microbatches": 1}, "h100-sxm", False),
         (0.8, {"inference": True}, "h100-sxm", False),
@@ -134,7 +134,7 @@ def search(
     ],
     ids=str,
 )
-def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
+def test_stages_are_tried_unrequested_if_the_plan_without_stages_waits_on_communication(
     compute_s: float,
     asked: dict[str, Any],
     device: str,
@@ -158,7 +158,7 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_when_the_time_is_over_and_there_is_a_plan_no_stages_are_tried(
+def test_no_stages_are_tried_after_the_time_limit_if_a_plan_exists(
     late: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: list[int] = []
@@ -177,7 +177,7 @@ def test_when_the_time_is_over_and_there_is_a_plan_no_stages_are_tried(
 @pytest.mark.parametrize(
     ("asked", "steps_s"), [((), 1.0), ((pipeline(),), 0.97)], ids=["unasked", "asked"]
 )
-def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
+def test_unrequested_stages_are_chosen_only_if_they_save_five_percent(
     asked: tuple[Pipelined, ...],
     steps_s: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +195,7 @@ def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_once_samples_depend_on_each_other_only_requested_stages_are_tried_in_one_microbatch(
+def test_if_samples_are_coupled_only_requested_stages_are_tried_with_one_microbatch(
     asked: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: list[tuple[int, str | None]] = []
@@ -219,7 +219,7 @@ def test_once_samples_depend_on_each_other_only_requested_stages_are_tried_in_on
     assert found.plan.prediction.step_s == (0.9 if asked else ALONE_S)
 
 
-def test_alternatives_are_searched_in_the_order_of_their_bounds_until_these_are_too_high(
+def test_alternatives_are_searched_in_order_of_their_bounds_until_a_bound_is_too_high(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: list[tuple[str | None, int]] = []
@@ -242,12 +242,12 @@ def test_alternatives_are_searched_in_the_order_of_their_bounds_until_these_are_
     assert "4 to 8 microbatches in stages along b (at least 650 ms)" in told[0]
 
 
-def test_a_bound_holds_for_more_microbatches_too(
+def test_a_bound_implies_bounds_for_other_numbers_of_microbatches(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """With two stages, 4 microbatches take 5/4 of what stages compute, and 8 take 9/8: a bound
-    of 1.2 s of 4 means at least 1.08 s of 8. Of 2 larger microbatches, three of which run one
-    after another and not five, it says at least 0.72 s."""
+    """With two stages, 4 microbatches take 5/4 of the compute time of a stage, and 8 take 9/8. A
+    bound of 1.2 s for 4 microbatches implies at least 1.08 s for 8. For 2 larger microbatches,
+    with 3 slots in sequence instead of 5, it implies at least 0.72 s."""
     seen: list[int] = []
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -261,11 +261,11 @@ def test_a_bound_holds_for_more_microbatches_too(
 
 
 @pytest.mark.parametrize("tokens", [8, 24])
-def test_a_bound_holds_for_fewer_microbatches_that_are_split_over_the_same_devices(
+def test_a_bound_applies_to_fewer_microbatches_only_if_the_same_splits_are_possible(
     tokens: int, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """Stages have 3 devices, and an eighth of 24 tokens can be split over them, but not of 8
-    tokens, of which a quarter is 2 and a half is 4, which is enough for an uneven split."""
+    """A stage has 3 devices. An eighth of 24 tokens can be split over them. An eighth of 8 tokens
+    cannot, and neither can a quarter (2 tokens). A half (4 tokens) allows an uneven split."""
     seen: list[int] = []
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -281,11 +281,11 @@ def test_a_bound_holds_for_fewer_microbatches_that_are_split_over_the_same_devic
 
 
 @pytest.mark.parametrize("batch_s", [1.5, 2.1])
-def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
+def test_a_bound_of_the_batch_on_the_stage_mesh_applies_to_all_numbers_of_microbatches(
     batch_s: float, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """With two stages, 2 microbatches take 3/4 of the batch's time through both, 4 take 5/8, and
-    8 take 9/16."""
+    """With two stages, 2 microbatches take 3/4 of the time of the batch through both stages, 4
+    take 5/8, and 8 take 9/16."""
     seen: list[int] = []
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -306,7 +306,7 @@ def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
         (4, {4: math.inf}, [4, 8, 16]),  # fewer microbatches need more memory
     ],
 )
-def test_numbers_beyond_a_slower_one_or_below_one_that_does_not_fit_are_not_tried(
+def test_microbatch_numbers_beyond_a_slower_one_or_below_an_infeasible_one_are_skipped(
     first: int,
     steps_s: dict[int, float],
     seen: list[int],
@@ -328,7 +328,7 @@ def test_numbers_beyond_a_slower_one_or_below_one_that_does_not_fit_are_not_trie
     assert tried == seen
 
 
-def test_what_the_budget_of_work_leaves_out_is_named_with_its_bound(
+def test_alternatives_that_the_work_budget_skips_are_listed_with_their_bounds(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: dict[str, int] = {}
@@ -358,10 +358,10 @@ def test_what_the_budget_of_work_leaves_out_is_named_with_its_bound(
     assert "(not tried, at least" in told[0] and "(not tried" not in told[-1]
 
 
-def test_without_a_plan_stages_are_searched_whatever_the_budget(
+def test_without_a_plan_stages_are_searched_regardless_of_the_work_budget(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """As long as there is no plan; afterwards the budget counts."""
+    """The budget applies only after a first plan was found."""
     seen: list[int] = []
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -381,7 +381,7 @@ def test_without_a_plan_stages_are_searched_whatever_the_budget(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_ctrl_c_ends_the_search_with_the_best_plan_if_there_is_one(
+def test_ctrl_c_ends_the_search_and_returns_the_best_plan_if_one_exists(
     is_first: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: list[int] = []
@@ -404,7 +404,7 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_if_there_is_one(
     assert "2 to 16 microbatches in stages along a (not tried, at least" in told[0]
 
 
-def test_the_status_says_what_is_searched_and_the_best_plan_so_far() -> None:
+def test_the_status_shows_the_current_alternative_and_the_best_plan_so_far() -> None:
     said: list[str] = []
     status = SearchStatus(said.append)
     status("solve")
@@ -418,7 +418,7 @@ def test_the_status_says_what_is_searched_and_the_best_plan_so_far() -> None:
     ]
 
 
-def test_of_what_has_no_plan_the_refusal_of_the_last_alternative_is_raised(
+def test_if_no_alternative_has_a_plan_the_error_of_the_last_one_is_raised(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -441,14 +441,14 @@ def test_of_what_has_no_plan_the_refusal_of_the_last_alternative_is_raised(
 @pytest.mark.parametrize(
     ("again_s", "steps_s", "tried"),
     [
-        (0.04, {}, []),  # too little is run again
+        (0.04, {}, []),  # too little is recomputed
         (0.2, {2: 0.9, 4: 0.85, 8: 0.86}, [2, 4, 8]),
         (0.2, {2: 1.1}, [2]),
-        (0.2, {2: None, 4: 0.9}, [2]),  # a bound says that two are no faster
+        (0.2, {2: None, 4: 0.9}, [2]),  # the bound shows that two are not faster
         (0.2, {2: math.inf, 4: 0.9, 8: 0.95}, [2]),
     ],
 )
-def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
+def test_if_much_is_recomputed_more_microbatches_are_tried_while_they_are_faster(
     again_s: float,
     steps_s: dict[int, float | None],
     tried: list[int],
@@ -456,7 +456,7 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     monkeypatch: pytest.MonkeyPatch,
     told: list[str],
 ) -> None:
-    """Without a pipeline in what is asked for, where the call returns the same of several."""
+    """A pipeline need not be requested if a call with microbatches returns the same outputs."""
 
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
@@ -488,14 +488,14 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     )
 
 
-def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None:
+def test_candidate_microbatch_numbers_are_one_and_those_that_fill_the_stages() -> None:
     numbers_of = chooser_module.numbers_of
     assert numbers_of((1, 2, 3, 4, 6, 8, 12, 24), 2) == (1, 2, 3, 4, 6, 8, 12)
     assert numbers_of((1, 2, 4), 8) == (1, 4), "too few for the stages: as many as there are"
     assert numbers_of((1,), 4) == (1,)
 
 
-def test_an_alternative_needs_less_work_than_a_search_on_the_whole_mesh_and_a_capture() -> None:
+def test_a_bound_needs_less_work_than_a_search_and_work_grows_with_the_mesh() -> None:
     def work(mesh: Mesh) -> float:
         each = Alternative(mesh, "a", 2, 0.75, 0.0, frozenset(), lambda: 0.0, lambda _: made(1.0))
         assert each.bound_work < each.search_work
@@ -518,7 +518,7 @@ def test_an_alternative_needs_less_work_than_a_search_on_the_whole_mesh_and_a_ca
     ],
     ids=str,
 )
-def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured(
+def test_an_impossible_schedule_is_refused_before_a_microbatch_is_captured(
     asked: Pipelined, says: str, loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Net(torch.nn.Sequential):
@@ -532,7 +532,7 @@ def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured
     monkeypatch.setattr(captured_call, "trace_part", part)
     if (
         not loss and asked.schedule == "1f1b"
-    ):  # backward waits for the user's loss: it runs as GPipe, for which a microbatch is captured
+    ):  # backward waits for the user's loss, so GPipe runs, and a microbatch is captured for it
         with pytest.raises(AssertionError, match="is captured"):
             plan(
                 Net(*map(torch.nn.Linear, [8] * 8, [8] * 8)),

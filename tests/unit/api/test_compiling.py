@@ -1,4 +1,4 @@
-"""World size 1, in this process: no launcher, the same surface."""
+"""`autopar.compile` with world size 1 in this process, without a launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_process_group_left() -> Iterator[None]:
 
 
 class Squares(nn.Linear):
-    """A linear that returns its loss."""
+    """A linear layer that returns its loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).pow(2).mean()
@@ -76,9 +76,7 @@ class Squares(nn.Linear):
         "fully_shard",
     ],
 )
-def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(
-    wrap: Any, says: str
-) -> None:
+def test_a_model_that_is_already_parallel_or_compiled_is_refused(wrap: Any, says: str) -> None:
     x = torch.randn(4, 6)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wrapped = wrap(Squares(6, 6), x)
@@ -90,7 +88,7 @@ def test_a_model_that_is_parallel_or_compiled_already_is_refused_at_once(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
-def test_one_line_trains_a_real_model_as_the_plain_one_trains(kind: str) -> None:
+def test_a_compiled_model_trains_as_the_plain_model(kind: str) -> None:
     torch.manual_seed(0)
     model, batch = getattr(zoo_small, kind)()
     plain = copy.deepcopy(model)
@@ -119,7 +117,7 @@ def test_one_line_trains_a_real_model_as_the_plain_one_trains(kind: str) -> None
             optimizer.zero_grad()
 
 
-def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() -> None:
+def test_without_example_inputs_planning_happens_at_the_first_call_and_errors_say_so() -> None:
     model, batch = zoo_small.gpt2()
     pm = compile(model, 1)
     for ask in (
@@ -137,7 +135,7 @@ def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() 
 
 
 @pytest.mark.slow
-def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(
+def test_a_saved_plan_is_used_and_a_plan_for_another_model_is_refused_with_the_difference(
     tmp_path: Path,
 ) -> None:
     model, batch = zoo_small.llama()
@@ -156,7 +154,7 @@ def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(
 
 
 @pytest.mark.slow
-def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
+def test_planning_works_on_meta_tensors_and_does_not_change_the_model() -> None:
     real, batch = zoo_small.llama()
     state = {n: t.clone() for n, t in real.state_dict().items()}
     on_meta = copy.deepcopy(real).to("meta")
@@ -169,7 +167,7 @@ def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_mesh_is_a_mesh_a_count_or_axes_by_name() -> None:
+def test_a_mesh_argument_is_a_mesh_a_count_nodes_and_devices_or_named_axes() -> None:
     assert as_mesh(4) == Mesh(4)
     assert as_mesh({"a": 2, "b": 2}) == Mesh({"a": 2, "b": 2})
     assert as_mesh((4, 2)) == Mesh({"node": 4, "gpu": 2})
@@ -178,7 +176,7 @@ def test_a_mesh_is_a_mesh_a_count_or_axes_by_name() -> None:
             as_mesh(wrong)  # type: ignore[arg-type]
 
 
-def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
+def test_mesh_text_is_read_as_a_count_nodes_and_devices_or_named_axes() -> None:
     assert [read_mesh(text) for text in ("8", "4x8", "node=4,gpu=8")] == [
         8,
         (4, 8),
@@ -188,7 +186,7 @@ def test_text_is_a_mesh_or_what_the_planner_is_to_shape() -> None:
         read_mesh("4x8x2")
 
 
-def test_a_model_that_waits_for_its_first_call_shows_the_plain_ones_settings() -> None:
+def test_a_deferred_module_shows_the_settings_of_the_plain_model_before_the_first_call() -> None:
     model, batch = zoo_small.gpt2()
     waiting = compile(model, 1)
     assert (waiting.config, waiting.device, waiting.dtype) == (
@@ -208,7 +206,7 @@ def test_a_model_that_waits_for_its_first_call_shows_the_plain_ones_settings() -
     assert waiting.device == model.device and waiting.transformer is not None
 
 
-def test_what_is_done_to_a_model_that_waits_for_its_first_call_is_refused_or_done() -> None:
+def test_changes_to_a_deferred_module_before_the_first_call_are_refused_or_applied() -> None:
     x = torch.randn(4, 8)
     waiting = compile(Squared(nn.Linear(8, 8)), 1)
     done: list[Callable[[], object]] = [
@@ -244,7 +242,7 @@ def test_a_plan_is_checked_and_verified_from_its_file(tmp_path: Path) -> None:
             certify(nn.Linear(8, 8), model, (x,))  # type: ignore[arg-type]
 
 
-def test_what_is_no_model_and_no_mesh_is_refused_at_once() -> None:
+def test_a_class_as_model_and_a_tensor_as_mesh_are_refused() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(
         AutoparError, match=r"Linear is a class, not a model[\s\S]*Linear\(\.\.\.\)"
@@ -256,7 +254,7 @@ def test_what_is_no_model_and_no_mesh_is_refused_at_once() -> None:
         compile(nn.Linear(8, 8), (x,))  # type: ignore[arg-type]
 
 
-def test_the_random_state_of_a_model_that_waits_for_its_first_call() -> None:
+def test_the_random_state_of_a_deferred_module_is_available_after_the_first_call() -> None:
     model, batch = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(4, 8)
     step = compile(Squared(model), 1)
     with pytest.raises(RuntimeStateError, match="before the first call"):
@@ -270,7 +268,7 @@ def test_the_random_state_of_a_model_that_waits_for_its_first_call() -> None:
 
 
 class Squared(nn.Module):
-    """A net, whose mean square is the loss."""
+    """A net with the mean square of its output as the loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -301,7 +299,7 @@ def test_bad_options_say_what_to_pass() -> None:
         compile(model, 1, batch="local")
 
 
-def test_an_argument_that_is_no_tensor_has_a_program_for_each_of_its_values() -> None:
+def test_each_value_of_a_plain_argument_has_its_own_program() -> None:
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -316,11 +314,11 @@ def test_an_argument_that_is_no_tensor_has_a_program_for_each_of_its_values() ->
     values = {"x": torch.randn(2, 4), "scale": 2.0, "mask": None}
     module = compile(Scaled(), 1, example_inputs=values)
     assert module(**{**values, "scale": 3.0}).item() == pytest.approx(1.5 * module(**values).item())
-    masked = module(**{**values, "mask": torch.zeros(2, 4)})  # which another program takes
+    masked = module(**{**values, "mask": torch.zeros(2, 4)})  # another program runs this call
     assert masked.item() == 0.0 and module(**values).item() > 0.0
 
 
-def test_autocast_around_the_call_must_be_that_around_compile() -> None:
+def test_a_call_must_have_the_same_autocast_as_compile() -> None:
     torch.manual_seed(0)
     plain, x = (
         torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1), _Mean()),
@@ -358,7 +356,7 @@ class _Mean(torch.nn.Module):
         return x.pow(2).mean()
 
 
-def test_backward_reads_a_buffer_as_it_was_before_forward_changed_it() -> None:
+def test_backward_reads_the_value_of_a_buffer_before_forward_changed_it() -> None:
     class Decaying(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -406,7 +404,7 @@ def test_options_are_checked_before_the_first_call(options: dict[str, Any], comp
 
 
 class Counted(nn.Module):
-    """A loss, how many of its labels are hit, and the scores."""
+    """A model that returns a loss, the number of correct predictions, and the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +424,7 @@ def counted() -> tuple[Counted, dict[str, torch.Tensor]]:
     return Counted(), {"x": torch.randn(8, 8), "labels": torch.randint(0, 5, (8,))}
 
 
-def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(
+def test_outputs_of_microbatches_have_the_values_and_dtypes_of_the_whole_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = counted()
@@ -445,7 +443,7 @@ def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(
     "options", [{}, {"num_microbatches": 2}], ids=["one piece", "microbatches"]
 )
 @pytest.mark.parametrize("deferred", [True, False])
-def test_a_call_in_inference_mode_evaluates_and_training_goes_on_behind_it(
+def test_training_continues_after_a_call_in_inference_mode(
     options: dict[str, Any], deferred: bool
 ) -> None:
     model, batch = counted()
@@ -461,7 +459,7 @@ def test_a_call_in_inference_mode_evaluates_and_training_goes_on_behind_it(
         torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad)
 
 
-def test_microbatches_refuse_what_one_piece_refuses() -> None:
+def test_microbatches_refuse_the_same_calls_as_an_unsplit_batch() -> None:
     model, batch = counted()
     model.head.bias.requires_grad_(False)
     module = compile(model, 1, example_inputs=batch, num_microbatches=2, outputs="loss")
@@ -477,11 +475,11 @@ def test_microbatches_refuse_what_one_piece_refuses() -> None:
         module(**batch)
 
 
-def test_of_two_possible_batch_sizes_the_first_tensors_is_taken() -> None:
+def test_the_batch_size_is_the_size_of_the_first_tensor_with_two_dims() -> None:
     assert batch_size((torch.zeros(8, 128), torch.zeros(128)), {}) == 8
     assert batch_size((torch.zeros(128), torch.zeros(8, 128), torch.zeros(8)), {}) == 8
 
 
-def test_a_mesh_as_a_text_says_how_it_is_read() -> None:
+def test_a_mesh_from_text_is_refused_with_the_call_that_parses_it() -> None:
     with pytest.raises(MeshError, match=r"pass autopar\.Mesh\.parse\('node=2,gpu=2'\)"):
         Mesh("node=2,gpu=2")  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Calls that the first program was not made for: the other mode, other shapes; each is planned
-once, over the same parameters."""
+"""Calls that the first program does not cover (the other mode, other shapes, other values). Each
+kind of call is planned once and shares the parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.runtime import guards
 
 
 class Net(nn.Module):
-    """A mode makes a difference in it, and it draws random numbers in training."""
+    """A model that depends on the mode and draws random numbers in training."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Flipping(nn.Module):
-    """Plain arguments decide what it computes."""
+    """A model whose computation depends on plain arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def pair(dropout: float = 0.0, **options: Any) -> tuple[Net, Any]:
     )
 
 
-def test_an_epoch_with_a_smaller_last_batch_and_evaluation_is_the_plain_models() -> None:
+def test_an_epoch_with_a_smaller_last_batch_and_evaluation_matches_the_plain_model() -> None:
     plain, module = pair()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
     seen: list[list[float]] = [[], []]
@@ -90,14 +90,14 @@ def test_an_epoch_with_a_smaller_last_batch_and_evaluation_is_the_plain_models()
     assert len(module.variants.known) == 2, "each kind of call is planned once"
     assert module.state_dict().keys() == plain.state_dict().keys()
     for name, wanted in plain.state_dict().items():
-        if name != "first.bias":  # its gradient is rounding alone
+        if name != "first.bias":  # its gradient is only rounding error
             torch.testing.assert_close(_full(module.state_dict()[name]), wanted)
     assert {id(p) for p in module.parameters()} == {
         id(p) for m in module.variants.known for p in m.parameters()
     }
 
 
-def test_gradients_of_calls_of_several_shapes_add_up() -> None:
+def test_gradients_of_calls_with_different_shapes_accumulate() -> None:
     plain, module = pair()
     for each in (plain, module):
         for samples in (8, 5):
@@ -105,7 +105,7 @@ def test_gradients_of_calls_of_several_shapes_add_up() -> None:
     torch.testing.assert_close(_full(module.last.weight.grad), plain.last.weight.grad)
 
 
-def test_random_numbers_go_on_over_all_programs_and_belong_into_a_checkpoint() -> None:
+def test_all_programs_share_one_random_state() -> None:
     _, module = pair(0.5)
     module.manual_seed(3)
     first = [module(**batch(n))[0].item() for n in (8, 5, 8, 5)]
@@ -121,7 +121,7 @@ def test_random_numbers_go_on_over_all_programs_and_belong_into_a_checkpoint() -
     assert quiet.random_state is not None and "autopar_random_state" not in quiet.state_dict()
 
 
-def test_one_that_was_compiled_in_eval_mode_is_trained_too() -> None:
+def test_a_module_compiled_in_eval_mode_can_be_trained() -> None:
     torch.manual_seed(0)
     plain = Net()
     module: Any = autopar.compile(
@@ -139,7 +139,7 @@ def test_one_that_was_compiled_in_eval_mode_is_trained_too() -> None:
     torch.testing.assert_close(_full(module.last.weight.grad), plain.last.weight.grad)
 
 
-def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shapes() -> None:
+def test_a_submodule_in_eval_mode_stays_in_eval_mode_for_other_batch_shapes() -> None:
     torch.manual_seed(0)
     plain = Net()
     plain.norm.eval()
@@ -150,7 +150,7 @@ def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shape
 
 
 @pytest.mark.slow
-def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> None:
+def test_evaluation_accepts_batches_that_do_not_fit_in_training() -> None:
     torch.manual_seed(0)
     plain = Net()
     step = autopar.plan(
@@ -178,15 +178,13 @@ def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> No
         and alone.plan.prediction.peak_bytes < within
     )
     with pytest.raises(autopar.AutoparError, match="fits"):
-        for samples in (
-            24,
-            202,
-        ):  # with a backward it is another program, in microbatches as far as these help
+        # a training program runs these batches, in microbatches as long as they fit
+        for samples in (24, 202):
             module(**batch(samples))
     assert not any(each.only_forward for each in module.variants.known[1:])
 
 
-def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
+def test_batch_local_accepts_the_other_mode_and_refuses_other_shapes() -> None:
     plain, module = pair(batch="local", outputs="local")
     module.eval()
     assert module(**batch(8))[0].item() == pytest.approx(
@@ -202,7 +200,7 @@ def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
         module(**batch(5))
 
 
-def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(
+def test_each_value_of_a_plain_argument_is_planned_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, module = pair()
@@ -218,7 +216,7 @@ def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(
     )
 
 
-def test_plain_arguments_of_all_kinds_tell_programs_apart() -> None:
+def test_programs_are_distinguished_by_plain_arguments_of_all_types() -> None:
     plain = Flipping()
     module: Any = autopar.compile(
         copy.deepcopy(plain), 1, example_inputs=(torch.ones(4, 2),), hardware="cpu-gloo"
@@ -233,12 +231,10 @@ def test_plain_arguments_of_all_kinds_tell_programs_apart() -> None:
         (False, "sum"),
     ):
         assert module(x, flip, kind=kind).item() == plain(x, flip, kind=kind).item(), (flip, kind)
-    assert len(module.variants.known) == 4, (
-        "what is passed by default is the program that there was"
-    )
+    assert len(module.variants.known) == 4, "the default values use the first program"
 
 
-def test_with_parts_of_a_batch_values_are_planned_for_too() -> None:
+def test_batch_local_accepts_other_values_of_plain_arguments() -> None:
     plain = pair()[0]
     call: dict[str, Any] = batch(8) | {"scale": 1.0}
     module: Any = autopar.compile(
@@ -254,7 +250,7 @@ def test_with_parts_of_a_batch_values_are_planned_for_too() -> None:
     )
 
 
-def test_an_object_of_another_kind_is_refused() -> None:
+def test_an_argument_of_an_unsupported_type_is_refused() -> None:
     module: Any = autopar.compile(
         Flipping(), 1, example_inputs=(torch.ones(4, 2), True), hardware="cpu-gloo"
     )
@@ -265,7 +261,7 @@ def test_an_object_of_another_kind_is_refused() -> None:
     assert not module.variants.known
 
 
-def test_there_are_not_any_number_of_programs(
+def test_the_number_of_programs_is_limited(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, module = pair()
@@ -284,7 +280,7 @@ def test_there_are_not_any_number_of_programs(
         module(**batch(6))
 
 
-def test_a_model_that_cannot_be_copied_says_so_when_it_would_have_to_be() -> None:
+def test_a_model_that_cannot_be_copied_is_refused_at_the_first_call_that_needs_a_copy() -> None:
     torch.manual_seed(0)
     plain = Net()
     plain.lock = threading.Lock()  # type: ignore[assignment]
@@ -297,7 +293,7 @@ def test_a_model_that_cannot_be_copied_says_so_when_it_would_have_to_be() -> Non
         module(**batch(5))
 
 
-def test_the_scale_of_losses_holds_in_all_programs() -> None:
+def test_the_loss_scale_applies_to_all_programs() -> None:
     plain, module = pair(
         num_microbatches=1, constraints=[autopar.constraints.pipeline("gpu", microbatches=1)]
     )
@@ -314,7 +310,7 @@ def _full(tensor: Any) -> Tensor:
     return found
 
 
-def test_neither_the_plain_model_nor_the_compiled_one_is_held_for_further_programs() -> None:
+def test_further_programs_keep_no_reference_to_the_plain_or_the_compiled_model() -> None:
     torch.manual_seed(0)
     plain = Net()
     module: Any = autopar.compile(plain, example_inputs=batch(8), hardware="cpu-gloo")
@@ -330,7 +326,7 @@ def test_neither_the_plain_model_nor_the_compiled_one_is_held_for_further_progra
 
 
 @pytest.mark.parametrize("how", ["buffer", "assign"])
-def test_tensors_that_take_the_place_of_others_do_so_in_all_programs(how: str) -> None:
+def test_replaced_parameters_and_buffers_are_replaced_in_all_programs(how: str) -> None:
     plain, module = pair()
     other = copy.deepcopy(plain)
     with torch.no_grad():
@@ -350,7 +346,7 @@ def test_tensors_that_take_the_place_of_others_do_so_in_all_programs(how: str) -
         )
 
 
-def test_a_seed_that_is_set_before_anything_draws_holds_from_the_first_that_does() -> None:
+def test_a_seed_set_before_any_draw_applies_to_the_first_program_that_draws() -> None:
     def losses(begin: bool) -> list[float]:
         torch.manual_seed(0)
         made: Any = autopar.compile(
@@ -364,7 +360,7 @@ def test_a_seed_that_is_set_before_anything_draws_holds_from_the_first_that_does
     assert losses(begin=False) == losses(begin=True)
 
 
-def test_another_plain_argument_in_one_program_is_no_refusal_of_another() -> None:
+def test_a_plain_argument_fixed_in_one_program_may_differ_in_another() -> None:
     torch.manual_seed(0)
 
     class Optional(nn.Module):
@@ -389,9 +385,7 @@ def test_another_plain_argument_in_one_program_is_no_refusal_of_another() -> Non
         assert module(*args).item() == pytest.approx(plain(*args).item(), rel=1e-6)
 
 
-def test_a_plan_of_a_profile_that_has_no_name_here_takes_the_profile_again_for_further_calls() -> (
-    None
-):
+def test_further_calls_of_a_plan_with_an_unregistered_profile_need_the_profile() -> None:
     mine = HardwareProfile.from_json({**HardwareProfile.read("cpu-gloo"), "name": "mine"})
     plain, _ = pair()
     plan = autopar.plan(plain, 1, example_inputs=batch(8), hardware=mine)
@@ -404,7 +398,7 @@ def test_a_plan_of_a_profile_that_has_no_name_here_takes_the_profile_again_for_f
         without(**batch(5))
 
 
-def test_a_deferred_module_keeps_the_modes_of_parts_and_shows_what_the_compiled_one_does() -> None:
+def test_a_deferred_module_keeps_the_modes_of_submodules_and_shows_their_attributes() -> None:
     torch.manual_seed(0)
     plain = Net(0.5)
     plain.dropout.eval()
@@ -423,7 +417,7 @@ def _like(held: Any, full: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("samples", [8, 3])
-def test_a_further_program_that_takes_long_says_what_it_is_for_and_why(
+def test_planning_a_further_program_logs_the_reason_once(
     samples: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, module = pair()

@@ -1,4 +1,4 @@
-"""A gap that is wider than was asked for is said."""
+"""A warning reports a gap that is wider than requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOW: dict[str, Any] = {"hardware": "h100-sxm"}
 MESH = {"stage": 2, "data": 2}
 
 
-def test_a_pipeline_that_is_proven_less_closely_says_so_and_what_accepts_it(
+def test_a_pipeline_with_a_wider_gap_than_requested_warns_and_names_the_gap_that_accepts_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = zoo_small.gpt2()
@@ -34,7 +34,7 @@ def test_a_pipeline_that_is_proven_less_closely_says_so_and_what_accepts_it(
     ]
 
 
-def test_one_that_is_proven_as_closely_as_asked_for_says_nothing(
+def test_a_pipeline_within_the_requested_gap_does_not_warn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = zoo_small.gpt2()

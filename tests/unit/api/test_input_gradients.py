@@ -1,4 +1,4 @@
-"""Calls with inputs that require a gradient, as of a plain module."""
+"""Calls with inputs that require a gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asking(*shape: int, seed: int = 0) -> torch.Tensor:
 def gradients(
     use: Callable[..., torch.Tensor], model: Any, *inputs: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Of the inputs, through `use` of what the model makes of them."""
+    """Return the gradients of the inputs of `use(model(*inputs))`."""
     given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     use(model(*given)).backward()
     return [x.grad for x in given]
@@ -40,17 +40,17 @@ def square(x: Any) -> torch.Tensor:
     return (x["out"] if isinstance(x, dict) else x).square().sum()
 
 
-def test_gradients_of_inputs_are_the_plain_models() -> None:
+def test_gradients_of_inputs_match_the_plain_model() -> None:
     model, batch = given_back.several()
     module = compiled(model, *batch.values())
     ours, theirs = (gradients(square, each, *batch.values()) for each in (module, model))
-    assert theirs[2] is None and ours[2] is None  # which is only compared
+    assert theirs[2] is None and ours[2] is None  # the model only compares this input
     torch.testing.assert_close(ours[:2], theirs[:2])
     for parameter, plain in zip(module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)
 
 
-def test_an_output_that_has_no_part_in_the_loss_gives_none() -> None:
+def test_an_input_that_the_loss_does_not_depend_on_has_no_gradient() -> None:
     model, batch = given_back.several()
     module = compiled(model, *batch.values())
     ours, theirs = (
@@ -60,7 +60,7 @@ def test_an_output_that_has_no_part_in_the_loss_gives_none() -> None:
     torch.testing.assert_close(ours[0], theirs[0])
 
 
-def test_gradients_add_up_and_can_be_asked_for_alone() -> None:
+def test_input_gradients_accumulate_and_autograd_grad_can_request_them_alone() -> None:
     model, x = nn.Linear(4, 4), asking(2, 4)
     module, alone = compiled(model, x), x.detach().clone().requires_grad_()
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_gradients_add_up_and_can_be_asked_for_alone() -> None:
     torch.testing.assert_close(ours, found)
 
 
-def test_a_call_that_needs_none_runs_the_same_program() -> None:
+def test_a_call_without_input_gradients_runs_the_same_program() -> None:
     model, x = nn.Linear(4, 4), asking(2, 4)
     module = compiled(model, x)
     assert module(x.detach()).requires_grad
@@ -80,7 +80,7 @@ def test_a_call_that_needs_none_runs_the_same_program() -> None:
     assert not module.variants.known
 
 
-def test_a_program_that_computes_none_is_joined_by_one_that_does(
+def test_a_second_program_is_planned_if_the_first_computes_no_input_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, x = nn.Linear(4, 4), asking(2, 4)
@@ -98,7 +98,7 @@ def test_a_program_that_computes_none_is_joined_by_one_that_does(
     torch.testing.assert_close(module.weight.grad.full_tensor(), 2 * model.weight.grad)
 
 
-def test_so_is_one_that_takes_a_ranks_part_of_the_batch() -> None:
+def test_a_second_program_with_input_gradients_is_planned_for_batch_local_too() -> None:
     model, batch = given_back.shifted()
     module = compiled(model, *(x.detach() for x in batch.values()), batch="local")
     ours, theirs = (gradients(lambda loss: loss, each, *batch.values()) for each in (module, model))
@@ -106,7 +106,7 @@ def test_so_is_one_that_takes_a_ranks_part_of_the_batch() -> None:
     assert len(module.variants.known) == 1
 
 
-def test_two_modules_one_behind_the_other_train_as_the_plain_ones() -> None:
+def test_two_compiled_modules_in_sequence_train_as_the_plain_modules() -> None:
     torch.manual_seed(0)
     first, second, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 3), torch.randn(5, 6)
     pair = compiled(first, x), compiled(second, asking(5, 8))
@@ -117,7 +117,7 @@ def test_two_modules_one_behind_the_other_train_as_the_plain_ones() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad)
 
 
-def test_a_model_of_which_nothing_is_trained_passes_gradients_on() -> None:
+def test_a_frozen_model_computes_input_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), asking(2, 4)
     module = compiled(model, x)
     torch.testing.assert_close(gradients(square, module, x), gradients(square, model, x))
@@ -125,7 +125,7 @@ def test_a_model_of_which_nothing_is_trained_passes_gradients_on() -> None:
     assert not module(x.detach()).requires_grad
 
 
-def test_a_model_of_which_nothing_is_trained_may_be_asked_later() -> None:
+def test_a_frozen_model_computes_input_gradients_if_a_later_call_needs_them() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), asking(2, 4)
     module = compiled(model, x.detach())
     assert not module(x.detach()).requires_grad
@@ -133,14 +133,14 @@ def test_a_model_of_which_nothing_is_trained_may_be_asked_later() -> None:
     assert len(module.variants.known) == 1
 
 
-def test_a_model_without_parameters_passes_gradients_on() -> None:
+def test_a_model_without_parameters_computes_input_gradients() -> None:
     model, x = nn.Softmax(-1), asking(2, 4)
     torch.testing.assert_close(
         gradients(square, compiled(model, x), x), gradients(square, model, x)
     )
 
 
-def test_complex_numbers_have_gradients_as_torch_defines_them() -> None:
+def test_complex_inputs_have_the_gradients_that_torch_defines() -> None:
     class Rotated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = (x * (1 + 2j)).abs().square().sum() + x.real.sum()
@@ -160,7 +160,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(square(compiled(nn.Linear(4, 4), x)(x)), x, create_graph=True)
 
 
-def test_what_has_a_tangent_of_forward_mode_is_refused() -> None:
+def test_an_input_with_a_forward_mode_tangent_is_refused() -> None:
     x = asking(2, 4)
     module = compiled(nn.Linear(4, 4).requires_grad_(False), x)
     with (
@@ -170,7 +170,7 @@ def test_what_has_a_tangent_of_forward_mode_is_refused() -> None:
         module(forward_ad.make_dual(x.detach(), torch.ones(2, 4)))
 
 
-def test_a_distributed_tensor_is_no_input() -> None:
+def test_a_dtensor_input_is_refused() -> None:
     x = torch.randn(2, 4)
     first, second = compiled(nn.Linear(4, 4), x, outputs="dtensor"), compiled(nn.Linear(4, 4), x)
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_a_distributed_tensor_is_no_input() -> None:
             second(first(x))
 
 
-def test_inference_has_none_and_says_so() -> None:
+def test_a_module_compiled_for_inference_refuses_inputs_that_require_a_gradient() -> None:
     x = asking(2, 4)
     module = compiled(nn.Linear(4, 4), x, inference=True)
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_inference_has_none_and_says_so() -> None:
         module(x)
 
 
-def test_an_input_that_changes_before_backward_is_found_out() -> None:
+def test_an_input_that_changes_before_backward_is_detected() -> None:
     model, x = nn.Linear(4, 4), asking(2, 4)
     loss = square(compiled(model, x)(x))
     with torch.no_grad():

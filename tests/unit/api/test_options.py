@@ -1,5 +1,5 @@
-"""Options are declared once, by `PlanOptions`: signatures, docstrings, flags and the table of
-the documentation say the same."""
+"""Options are declared once, in `PlanOptions`. Signatures, docstrings, flags and the table in
+the documentation agree with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_every_field_but_the_end_of_the_time_is_an_option() -> None:
+def test_every_field_except_ends_is_an_option() -> None:
     assert [f.name for f in fields(PlanOptions)] == [*OPTIONS, "ends"]
     assert PlanOptions() == PlanOptions(**DEFAULTS), "every default passes its check"
 
@@ -75,18 +75,18 @@ def test_type_checkers_see_the_same_options(call: Call, keywords: Any) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_docstring_tells_of_every_option(call: Call) -> None:
+def test_the_docstring_describes_every_option(call: Call) -> None:
     docstring = CALLS[call].__doc__ or ""
     arguments = docstring.partition("Raises:")[0]
     told = re.findall(r"^ {8}(\w+): ", arguments, re.MULTILINE)
     assert told[-len(options_of(call)) :] == list(options_of(call))
     for name, option in options_of(call).items():
         assert words(f"{name}: {option.help}") in words(docstring), name
-    assert "Raises:" in docstring, "what comes behind the arguments stays"
+    assert "Raises:" in docstring, "the text after the arguments is unchanged"
     assert max(map(len, docstring.splitlines())) <= 140
 
 
-def test_a_docstring_without_a_place_for_options_stays() -> None:
+def test_a_docstring_without_an_args_section_is_unchanged() -> None:
     def told(**options: Any) -> None:
         """Do it."""
 
@@ -106,7 +106,7 @@ def test_an_option_of_one_function_is_refused_by_the_other() -> None:
             autopar.plan(nn.Linear(2, 2), 1, example_inputs={}, **cast(Any, {name: DEFAULTS[name]}))
 
 
-def test_options_of_a_compilation_are_checked_at_once_though_it_plans_at_the_first_call() -> None:
+def test_options_of_a_deferred_module_are_checked_before_the_first_call() -> None:
     with pytest.raises(AutoparError, match=r"gap=2 is not a relative gap"):
         autopar.compile(nn.Linear(2, 2), 1, gap=2)
     with pytest.raises(AutoparError, match="is not a sequence"):
@@ -141,12 +141,12 @@ def test_the_command_line_has_a_flag_for_every_option_that_declares_one(
 @pytest.mark.parametrize(
     "name", [name for name, option in OPTIONS.items() if option.flag is not None]
 )
-def test_a_flag_that_is_not_given_leaves_the_option_at_its_default(name: str) -> None:
+def test_an_omitted_flag_leaves_the_option_at_its_default(name: str) -> None:
     flag = OPTIONS[name].flag
     assert flag is not None and flag.read(flag.default) == DEFAULTS[name]
 
 
-def test_flags_are_read_as_the_planner_takes_them() -> None:
+def test_flag_values_are_converted_to_option_values() -> None:
     given = {
         "memory_bytes": "2GiB",
         "num_microbatches": 3,
@@ -163,7 +163,7 @@ def test_flags_are_read_as_the_planner_takes_them() -> None:
 
 
 def row(name: str, option: Option) -> str:
-    """Of the table in the documentation."""
+    """Return the row of an option in the table of the documentation."""
     default = repr(DEFAULTS[name]).replace("'", '"')
     return f"| `{name}` | {option.default_in_words or f'`{default}`'} | {option.brief} |"
 
@@ -177,22 +177,22 @@ def test_the_documentation_has_a_table_of_the_options() -> None:
         .splitlines()
     )
     assert table[0].startswith("| `hardware` |"), (
-        "which is of the machine, and no option of the planner"
+        "hardware is an option of the machine and not of the planner"
     )
     assert table[1:] == [row(name, option) for name, option in OPTIONS.items() if option.brief], (
-        "write these rows there"
+        "write these rows into docs/planning.md"
     )
 
 
-def test_names_say_units() -> None:
+def test_option_names_end_with_their_units() -> None:
     for name, option in OPTIONS.items():
         assert option.unit == {"bytes": "bytes", "s": "seconds"}.get(name.rpartition("_")[2], ""), (
             name
         )
 
 
-def test_the_options_can_be_read_without_torch() -> None:
-    """Help and mistyped options of the command line do not wait for it."""
+def test_options_can_be_read_without_importing_torch() -> None:
+    """Help and errors of mistyped options do not wait for the import of torch."""
     read = "p.PlanOptions(**p.read_options({'constraints': None, 'gap': 0.5}))"
     code = f"import sys, autopar.cli.commands as p; {read}; print('torch' in sys.modules)"
     found = subprocess.run(

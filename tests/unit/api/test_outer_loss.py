@@ -1,5 +1,5 @@
-"""Training with a loss that is computed outside of the model, and evaluating what was compiled
-with one, on one device."""
+"""Training with a loss computed outside the model, and evaluation of a model that was compiled
+with a loss, on one device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_gradients(plain: nn.Module, module: Any) -> None:
 
 
 @pytest.mark.parametrize("outputs", ["auto", "full", "dtensor", "local"])
-def test_the_ordinary_loop_is_the_plain_models(outputs: str) -> None:
+def test_a_training_loop_with_an_outer_loss_matches_the_plain_model(outputs: str) -> None:
     plain, module, batch = pair("convolutions", outputs=outputs)
     target = torch.arange(8) % 5
     losses: list[list[float]] = [[], []]
@@ -66,22 +66,22 @@ def test_the_ordinary_loop_is_the_plain_models(outputs: str) -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda out: out["out"].sum(),  # whose gradient is one number, expanded
+        lambda out: out["out"].sum(),  # its gradient is an expanded scalar
         lambda out: (out["out"] * out["same"]).sum() + out["flat"].pow(2).sum(),
-        lambda out: out["total"].exp().mean(),  # the last layer has no part in it
+        lambda out: out["total"].exp().mean(),  # it does not use the last layer
         lambda out: (out["weight"] ** 2).sum() + out["out"].t().contiguous().view(-1)[3],
         lambda out: out["out"].sum() + 2 * out["out"].detach().sum(),
     ],
     ids=["sum", "several", "one of several", "a parameter", "detached"],
 )
-def test_any_loss_of_the_outputs_has_the_plain_models_gradients(loss: Any) -> None:
+def test_any_loss_of_the_outputs_has_the_gradients_of_the_plain_model(loss: Any) -> None:
     plain, module, batch = pair()
     for model in (plain, module):
         loss(model(**batch)).backward()
     check_gradients(plain, module)
 
 
-def test_what_has_no_gradient_has_none_and_constants_come_as_they_are() -> None:
+def test_integer_outputs_require_no_gradient_and_constants_are_returned_unchanged() -> None:
     _, module, batch = pair()
     found = module(**batch)
     assert (
@@ -92,7 +92,7 @@ def test_what_has_no_gradient_has_none_and_constants_come_as_they_are() -> None:
         assert not module(**batch)["out"].requires_grad
 
 
-def test_gradients_of_two_calls_add_up_and_each_call_has_one_backward() -> None:
+def test_gradients_of_two_calls_accumulate_and_each_call_allows_one_backward() -> None:
     plain, module, batch = pair()
     for model in (plain, module):
         first, second = model(**batch), model(x=batch["x"] + 1)
@@ -104,7 +104,7 @@ def test_gradients_of_two_calls_add_up_and_each_call_has_one_backward() -> None:
         found["out"].sum().backward()
 
 
-def test_an_output_that_backward_reads_and_that_was_changed_is_refused() -> None:
+def test_backward_refuses_a_saved_output_that_was_changed_in_place() -> None:
     class Squashed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -126,7 +126,7 @@ def test_an_output_that_backward_reads_and_that_was_changed_is_refused() -> None
         loss.backward()
 
 
-def test_a_module_with_a_loss_is_evaluated_without_labels() -> None:
+def test_a_module_compiled_with_a_loss_can_be_evaluated_without_labels() -> None:
     plain, batch = zoo_small.bert()
     module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo")
     module(**batch).loss.backward()
@@ -146,7 +146,7 @@ def test_a_module_with_a_loss_is_evaluated_without_labels() -> None:
     assert alone.program.stages[0].num_saved == 0
 
 
-def test_a_module_with_a_loss_is_trained_with_another_outside() -> None:
+def test_a_module_compiled_with_a_loss_can_be_trained_with_an_outer_loss() -> None:
     plain, batch = zoo_small.bert()
     module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo")
     asked = {name: x for name, x in batch.items() if name != "labels"}
@@ -155,7 +155,7 @@ def test_a_module_with_a_loss_is_trained_with_another_outside() -> None:
     check_gradients(plain, module)
 
 
-def test_what_is_compiled_for_inference_trains_nothing() -> None:
+def test_a_module_compiled_for_inference_has_no_gradients() -> None:
     plain, batch = no_loss.several()
     module: Any = autopar.compile(
         copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", inference=True
@@ -173,7 +173,7 @@ def test_what_is_compiled_for_inference_trains_nothing() -> None:
         module(**batch)
 
 
-def test_a_model_in_which_nothing_is_trained_says_that_it_is_planned_for_inference(
+def test_a_fully_frozen_model_warns_that_it_is_planned_for_inference(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, batch = no_loss.several()
@@ -185,7 +185,7 @@ def test_a_model_in_which_nothing_is_trained_says_that_it_is_planned_for_inferen
     assert not module(**batch)["out"].requires_grad
 
 
-def test_a_first_call_plans_for_outputs_too() -> None:
+def test_a_deferred_module_plans_for_an_outer_loss_at_its_first_call() -> None:
     plain, batch = no_loss.convolutions()
     module: Any = autopar.compile(copy.deepcopy(plain), hardware="cpu-gloo")
     for model in (plain, module):
@@ -193,7 +193,7 @@ def test_a_first_call_plans_for_outputs_too() -> None:
     check_gradients(plain, module)
 
 
-def test_a_plan_is_for_the_use_that_it_was_made_for() -> None:
+def test_a_module_compiled_from_an_inference_plan_has_no_gradients() -> None:
     plain, batch = no_loss.several()
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo", inference=True)
     module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan)
@@ -201,7 +201,7 @@ def test_a_plan_is_for_the_use_that_it_was_made_for() -> None:
 
 
 class Saturated(nn.Module):
-    """An output whose derivative is infinite."""
+    """A model with an output whose derivative is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Saturated(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_what_the_loss_does_not_use_has_no_gradient_and_does_no_harm(backend: str) -> None:
+def test_an_output_that_the_loss_does_not_use_gives_no_gradient_and_no_nan(backend: str) -> None:
     torch.manual_seed(0)
     plain, x = Saturated(), torch.randn(8, 8)
     module: Any = autopar.compile(
@@ -236,7 +236,7 @@ def test_what_the_loss_does_not_use_has_no_gradient_and_does_no_harm(backend: st
 
 
 class Embedder(nn.Module):
-    """As CLIP's: features, and the scale of logits, which is no loss."""
+    """A model that returns features and a scalar logit scale, as CLIP. The scale is not a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Embedder(nn.Module):
         return self.linear(x), self.scale.exp(), x.mean()
 
 
-def test_a_scale_and_a_statistic_of_the_batch_are_no_loss() -> None:
+def test_a_scalar_scale_and_a_batch_statistic_are_not_taken_for_the_loss() -> None:
     torch.manual_seed(0)
     plain, x = Embedder(), torch.randn(6, 8)
     module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=(x,), hardware="cpu-gloo")
@@ -260,7 +260,7 @@ def test_a_scale_and_a_statistic_of_the_batch_are_no_loss() -> None:
 
 
 class Detector(nn.Module):
-    """Trained it returns its loss, else what it found, which has no gradient."""
+    """A model that returns its loss in training and indices without a gradient in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,9 +271,7 @@ class Detector(nn.Module):
         return found.pow(2).mean() if self.training else found.argmax(-1)
 
 
-def test_what_returns_indices_in_eval_mode_is_planned_for_inference_and_the_plan_is_read_again() -> (  # noqa: E501
-    None
-):
+def test_a_model_that_returns_indices_in_eval_mode_is_planned_for_inference() -> None:
     torch.manual_seed(0)
     plain, x = Detector(), torch.randn(6, 8)
     plan = autopar.plan(
@@ -286,13 +284,13 @@ def test_what_returns_indices_in_eval_mode_is_planned_for_inference_and_the_plan
     module.eval()
     plain.eval()
     for _ in range(2):
-        assert torch.equal(module(x), plain(x))  # with gradients enabled, of which nothing has one
+        assert torch.equal(module(x), plain(x))  # gradients are enabled, but no output has one
     assert len(module.variants.known) == 1
     module.train()(x).backward()
 
 
 class Wide(nn.Module):
-    """Small weights, and much between them."""
+    """A model with small weights and large activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +301,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more(
+def test_evaluation_runs_in_microbatches_if_forward_does_not_fit_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
@@ -323,7 +321,7 @@ def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alo
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
-def test_beside_a_plan_outputs_come_as_it_says_in_every_call(outputs: str) -> None:
+def test_outputs_have_the_form_of_the_given_plan_in_every_call(outputs: str) -> None:
     plain, batch = no_loss.several()
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo", outputs=outputs)
     module: Any = autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan)
@@ -331,7 +329,7 @@ def test_beside_a_plan_outputs_come_as_it_says_in_every_call(outputs: str) -> No
     assert isinstance(first, DTensor) == isinstance(second, DTensor) == (outputs == "dtensor")
 
 
-def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_same() -> None:
+def test_with_outputs_loss_a_call_without_labels_returns_the_logits() -> None:
     plain, batch = zoo_small.bert()
     module: Any = autopar.compile(
         copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo", outputs="loss"
@@ -342,7 +340,7 @@ def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_sa
         torch.testing.assert_close(module(**asked).logits, plain(**asked).logits)
 
 
-def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> None:
+def test_batch_local_without_a_loss_is_refused_with_a_plan_too() -> None:
     plain, batch = no_loss.several()
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo")
     with pytest.raises(ConstraintError, match="weight of each rank's loss in the total is unknown"):
@@ -352,7 +350,7 @@ def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> No
 @pytest.mark.parametrize(
     ("options", "says"), [({}, "return the loss from forward"), ({"inference": True}, "")]
 )
-def test_where_nothing_fits_no_stages_are_advised_that_there_cannot_be(
+def test_the_remedy_of_an_infeasible_budget_does_not_suggest_impossible_stages(
     options: dict[str, Any], says: str
 ) -> None:
     plain, batch = no_loss.several()

@@ -1,5 +1,5 @@
-"""Planning, verifying and checking leave the script's random numbers as they were: the script
-draws its batches from them."""
+"""Planning, verifying and checking leave the random state of the script unchanged, because the
+script may draw its batches from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.core.mesh import Mesh
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's too, so that plans have partial sums, and a loss."""
+    """A model with a loss and an embedding tied to the head, so that plans have partial sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def states() -> list[object]:
     return [torch.get_rng_state().tolist(), random.getstate(), (numpy[1].tolist(), numpy[2])]
 
 
-def test_plans_and_their_proofs_draw_from_generators_of_their_own() -> None:
+def test_plan_check_and_verify_leave_the_global_random_state_unchanged() -> None:
     model, ids = Tied(), torch.randint(0, 38, (4, 6))
     before = states()
     plan = autopar.plan(

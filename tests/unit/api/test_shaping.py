@@ -1,4 +1,4 @@
-"""A device count: which shapes it may have, and that the fastest is taken."""
+"""The mesh shapes of a device count. The fastest shape is chosen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from autopar.program.program import Program
         ((1, 16), ["gpu=16", "gpu0=2,gpu1=8", "gpu0=4,gpu1=4", "gpu0=8,gpu1=2"]),
     ],
 )
-def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
+def test_the_shapes_of_a_device_count(devices: int | tuple[int, int], expected: list[str]) -> None:
     found = shapes(devices)
     nodes, here = devices if isinstance(devices, tuple) else (max(devices // 8, 1), min(devices, 8))
     assert [str(mesh) for mesh in found] == expected
@@ -72,19 +72,19 @@ def test_shapes(devices: int | tuple[int, int], expected: list[str]) -> None:
         (16, []),
     ],
 )
-def test_shapes_of_one_axis_cut_in_three(
+def test_shapes_with_one_axis_split_in_three(
     devices: int | tuple[int, int], expected: list[str]
 ) -> None:
     assert sorted(map(str, shapes_in_three(devices))) == expected
 
 
 @pytest.mark.parametrize("devices", [0, -8, 12, (0, 4), (4, -1)])
-def test_sizes_that_have_no_shape_are_refused(devices: int | tuple[int, int]) -> None:
+def test_device_counts_without_a_shape_are_refused(devices: int | tuple[int, int]) -> None:
     with pytest.raises(MeshError):
         shapes(devices)
 
 
-def test_a_count_of_no_nodes_of_eight_is_told_how_nodes_are_given() -> None:
+def test_a_count_that_is_not_a_multiple_of_eight_is_refused_with_the_form_for_nodes() -> None:
     with pytest.raises(MeshError, match=r"12 devices is not a multiple of 8(.|\n)*\(3, 4\)"):
         shapes(12)
 
@@ -106,7 +106,7 @@ def best_shape(
     return search.note(search.best)
 
 
-def test_shapes_that_the_budget_leaves_out_are_named() -> None:
+def test_shapes_that_the_work_budget_skips_are_listed() -> None:
     tried: list[Mesh] = []
 
     def plan(mesh: Mesh, limit_s: float) -> Any:
@@ -120,7 +120,7 @@ def test_shapes_that_the_budget_leaves_out_are_named() -> None:
     )
 
 
-def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
+def test_each_shape_has_the_best_step_so_far_as_its_limit() -> None:
     limits: list[float] = []
     times = {"gpu=8": 3.0, "gpu0=2,gpu1=4": 2.0, "gpu0=4,gpu1=2": 4.0}
 
@@ -155,7 +155,7 @@ def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:
         ),
     ],
 )
-def test_where_no_shape_has_a_plan_the_refusal_that_says_most_is_raised(
+def test_if_no_shape_has_a_plan_the_most_informative_error_is_raised(
     refusals: list[Exception], lacking: int, expected: str
 ) -> None:
     every = (*shapes(8), *shapes_in_three(8))
@@ -173,9 +173,7 @@ def test_where_no_shape_has_a_plan_the_refusal_that_says_most_is_raised(
         )
 
 
-def test_further_shapes_are_tried_where_the_others_have_no_plan_and_not_for_want_of_memory_alone() -> (  # noqa: E501
-    None
-):
+def test_further_shapes_are_tried_if_constraints_fail_but_not_if_memory_is_short() -> None:
     tried: list[Mesh] = []
 
     def best(refusal: Exception | None) -> Planned:
@@ -201,7 +199,7 @@ def made(mesh: Mesh, step_s: float) -> Planned:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
+def test_the_plan_of_a_device_count_is_the_fastest_of_its_shapes_and_is_verified() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm")
     each = [
@@ -213,7 +211,7 @@ def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
 
 
 @pytest.mark.slow
-def test_nodes_and_devices_of_each_are_shaped_for_the_nodes_that_are_there() -> None:
+def test_a_pair_of_nodes_and_devices_gives_shapes_with_the_links_of_the_nodes() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, (2, 2), example_inputs=batch, hardware="h100-sxm")
     alike = autopar.plan(
@@ -232,7 +230,7 @@ def test_nodes_and_devices_of_each_are_shaped_for_the_nodes_that_are_there() -> 
     assert autopar.verify(one, model, batch).ok
 
 
-def test_a_module_takes_nodes_and_devices_and_a_plan_of_another_shape_of_them() -> None:
+def test_compile_accepts_nodes_and_devices_and_a_plan_of_any_of_their_shapes() -> None:
     model, batch = zoo_small.gpt2()
     plan = autopar.plan(model, (1, 1), example_inputs=batch, hardware="cpu-gloo")
     for mesh in ((1, 1), 1):
@@ -248,7 +246,7 @@ def test_a_module_takes_nodes_and_devices_and_a_plan_of_another_shape_of_them() 
     ]
 
 
-def test_with_a_count_stages_are_tried_too_and_shapes_that_are_too_slow_are_passed_over() -> None:
+def test_with_a_device_count_stages_are_tried_on_its_shapes() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(
         model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(pipeline(),)
@@ -256,7 +254,7 @@ def test_with_a_count_stages_are_tried_too_and_shapes_that_are_too_slow_are_pass
     assert found.proof.covers[-1].count("gpu") >= 3 and autopar.check(found, model, batch).ok
 
 
-def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
+def test_shapes_that_cannot_satisfy_a_constraint_are_skipped() -> None:
     model, batch = zoo_small.llama()
     found = autopar.plan(
         model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),)
@@ -272,14 +270,14 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
         pytest.param(layout("lm_head", output="S(0) S(1) R"), marks=pytest.mark.slow),
     ],
 )
-def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked: Any) -> None:
+def test_constraints_on_three_axes_are_planned_on_one_node(asked: Any) -> None:
     model, batch = of_eight_samples()
     found = autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
     assert str(found.mesh) == "gpu0=2,gpu1=2,gpu2=2" and "gpu=8 (no plan)" in found.proof.covers[-1]
     assert autopar.verify(found, model, batch).ok
 
 
-def test_what_no_shape_can_hold_is_refused_as_the_shape_that_comes_closest_says() -> None:
+def test_constraints_that_no_shape_satisfies_raise_the_error_of_the_closest_shape() -> None:
     model, batch = of_eight_samples()
     for asked, said in (
         (
@@ -301,7 +299,7 @@ def of_eight_samples() -> Any:
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_batch_is_cut_into_microbatches(
+def test_if_nothing_fits_the_batch_is_split_into_microbatches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = zoo_small.gpt2()
@@ -329,7 +327,7 @@ def test_where_nothing_fits_the_batch_is_cut_into_microbatches(
 
 
 def smallest_of(model: Any, batch: Any) -> int:
-    """A budget in which one microbatch of the whole batch does not fit, and a smaller one does."""
+    """Return a memory budget that fits a smaller microbatch but not the whole batch, in bytes."""
     parts = plan_model(
         model,
         1,

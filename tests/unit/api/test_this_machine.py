@@ -1,5 +1,5 @@
-"""Where nobody names hardware, the GPU that is there is planned for: by its own times if a
-profile has them, and within its memory."""
+"""Without a hardware argument, the plan is for the GPU of this machine: with the times of its
+profile if one exists, and within its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.planner import PlanOptions
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The GPU of this machine, which was not measured."""
+    """A simulated GPU of this machine without a measured local profile."""
     made = SimpleNamespace(name="", total_memory=0)
     monkeypatch.setenv("AUTOPAR_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -45,7 +45,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNames
         ("NVIDIA H20", "h100-sxm", False),
     ],
 )
-def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
+def test_a_gpu_without_a_profile_is_reported_once(
     name: str,
     profile: str,
     is_its_own: bool,
@@ -59,7 +59,7 @@ def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
     assert said == [f"no profile for {name}; using the times of {profile}"] * (not is_its_own)
 
 
-def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
+def test_a_profile_that_other_users_can_write_is_not_the_default(
     gpu: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu.name = "NVIDIA H200"
@@ -75,7 +75,7 @@ def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
     assert default_hardware("cpu") == "cpu-gloo"
 
 
-def test_a_plan_takes_no_more_memory_than_the_gpu_has(
+def test_the_default_memory_budget_is_limited_to_the_memory_of_the_gpu(
     gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     profile, asked = HardwareProfile.load("h100-sxm"), PlanOptions(memory_bytes=10**9)

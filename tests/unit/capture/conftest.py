@@ -1,4 +1,4 @@
-"""Tests of capturing trace each model anew."""
+"""Tests of capture trace each model again."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """In place of the one that shares captures between tests."""
+    """Replace the fixture that shares captures between tests."""

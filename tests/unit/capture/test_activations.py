@@ -1,4 +1,4 @@
-"""Activations that are written out become ops; what only looks like one stays."""
+"""Activations written as formulas become single ops. Similar formulas stay unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """An activation between two layers."""
+    """A model with an activation between two layers."""
 
     def __init__(self, function: Function, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def names(trace: Trace) -> list[str]:
 
 
 @pytest.mark.parametrize("how", WRITTEN_OUT)
-def test_what_is_written_out_is_one_op_and_computes_the_same(how: str) -> None:
+def test_an_activation_formula_becomes_one_op_with_the_same_result(how: str) -> None:
     function, op = WRITTEN_OUT[how]
     model, x, trace = traced(function)
     found = names(trace)
@@ -135,21 +135,21 @@ def test_what_is_written_out_is_one_op_and_computes_the_same(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", OTHERWISE)
-def test_what_only_looks_like_one_stays_and_computes_the_same(how: str) -> None:
+def test_a_similar_formula_stays_unchanged(how: str) -> None:
     model, x, trace = traced(OTHERWISE[how])
     assert not any("gelu" in name or "silu" in name for name in names(trace))
     plan = autopar.plan(model, 2, example_inputs=(x,))
     assert autopar.verify(plan, model, (x,)).ok
 
 
-def test_the_op_is_said_to_be_where_the_formula_ends() -> None:
+def test_the_source_line_of_the_op_is_the_end_of_the_formula() -> None:
     _, _, trace = traced(WRITTEN_OUT["tanh, a power"][0])
     (gelu,) = (node for node in trace.graph.nodes if str(node.target) == "aten.gelu.default")
     assert gelu.kwargs == {"approximate": "tanh"}
     assert "test_activations.py" in gelu.meta["source"]
 
 
-def test_gpt2s_is_one_op() -> None:
+def test_the_gelu_of_gpt2_is_one_op() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=32)
     ids = torch.randint(0, 64, (2, 8))

@@ -1,5 +1,5 @@
-"""Attention's sums are said to be in the dtype in which kernels give them, whatever torch's
-fakes say."""
+"""The logsumexp of attention has the dtype that kernels return, whatever the fake tensors of torch
+say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bflo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sums_of_attention_have_the_dtype_of_kernels(dtype: torch.dtype) -> None:
+def test_the_logsumexp_of_attention_has_the_dtype_of_the_kernel(dtype: torch.dtype) -> None:
     graph, op = fx.Graph(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     query = graph.placeholder("query")
     query.meta["val"] = torch.zeros(1, 2, 4, 8, dtype=dtype)
@@ -23,7 +23,7 @@ def test_the_sums_of_attention_have_the_dtype_of_kernels(dtype: torch.dtype) -> 
     node.meta["val"] = (
         torch.zeros(1, 2, 4, 8, dtype=dtype),
         torch.zeros(1, 4, 2),
-    )  # as torch 2.11 has it for float64, too
+    )  # torch 2.11 reports float32 for float64, too
     out, sums = (graph.call_function(operator.getitem, (node, place)) for place in (0, 1))
     out.meta["val"], sums.meta["val"] = node.meta["val"]
     graph.output((out, sums))

@@ -1,5 +1,5 @@
-"""Python attributes in a capture: which a program may forget, which it may not, and which it
-holds as constants."""
+"""Python attributes in a capture: which changes are dropped, which are refused, and which values
+become constants of the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEN = 0
 
 @dataclass
 class Config:
-    """What a model may hold: settings, of which a capture switches one off for a while."""
+    """The settings of a model. A capture switches one of them off temporarily."""
 
     kind: str | None = None
     scale: float = 2.0
@@ -35,7 +35,7 @@ class Config:
 
 
 class Holder(nn.Module):
-    """A linear, and attributes of many kinds; `does` is its forward."""
+    """A linear layer with attributes of many kinds. `does` is its forward."""
 
     def __init__(self, does: Forward) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ CHANGED: dict[Forward, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("does", CHANGED, ids=lambda does: does.__name__)
-def test_an_attribute_that_forward_reads_and_changes_is_refused_with_its_module_name_and_line(
+def test_an_attribute_that_forward_reads_and_changes_is_refused_with_module_and_line(
     does: Forward,
 ) -> None:
     name, line = CHANGED[does]
@@ -248,7 +248,7 @@ HARMLESS: dict[Forward, set[str]] = {
 
 
 @pytest.mark.parametrize("does", HARMLESS, ids=lambda does: does.__name__)
-def test_what_no_later_forward_depends_on_is_captured_and_named_once_where_it_is_not_kept(
+def test_attribute_changes_that_no_later_forward_reads_are_dropped_with_one_warning(
     does: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "autopar")
@@ -271,7 +271,7 @@ def test_what_no_later_forward_depends_on_is_captured_and_named_once_where_it_is
 KEPT: list[Tensor] = []
 
 
-def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_graph(
+def test_values_stored_by_hooks_are_dropped_with_a_warning_and_their_ops_are_captured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: dict[str, Tensor] = {}
@@ -308,7 +308,7 @@ def test_what_hooks_store_is_named_as_not_kept_and_what_they_compute_is_in_the_g
     torch.testing.assert_close(found, model(X))
 
 
-def test_one_rank_tells_of_what_is_not_kept(
+def test_only_rank_0_warns_about_dropped_attribute_changes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "autopar")
@@ -325,7 +325,7 @@ def test_one_rank_tells_of_what_is_not_kept(
 
 
 class Root(nn.Module):
-    """A module under a name of its own."""
+    """A module that holds `inner` under a given name."""
 
     def __init__(self, inner: nn.Module, name: str) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Root(nn.Module):
 
 
 def _assert_steps_equal(trace: Trace, does: Forward) -> None:
-    """The plain model's first, second and third loss are the graph's one."""
+    """Assert that the first three losses of the plain model equal the loss of the graph."""
     model = Root(Holder(does), does.__name__)
     (loss,), _, _ = execute(
         trace, dict(model.named_parameters()), dict(model.named_buffers()), (X,)
@@ -346,7 +346,7 @@ def _assert_steps_equal(trace: Trace, does: Forward) -> None:
         torch.testing.assert_close(model(X), loss)
 
 
-def test_a_cache_that_is_filled_or_a_counter_that_is_a_buffer_is_no_refusal() -> None:
+def test_a_filled_cache_and_a_counter_in_a_buffer_are_captured() -> None:
     model = Holder(draws_once)
     model(X)
     trace = capture(model, (X,))
@@ -364,7 +364,7 @@ def counts_by_buffer(self: Any, y: Tensor) -> Tensor:
     return y * self.steps
 
 
-def test_a_tensor_that_is_no_buffer_and_changed_in_place_is_refused_with_a_way_out() -> None:
+def test_an_in_place_change_of_a_plain_tensor_is_refused_with_a_remedy() -> None:
     def grows(self: Any, y: Tensor) -> Tensor:
         self.tensor.add_(1)
         return y + self.tensor
@@ -374,8 +374,8 @@ def test_a_tensor_that_is_no_buffer_and_changed_in_place_is_refused_with_a_way_o
 
 
 class Scaled(nn.Module):
-    """Reads numbers of its own, of a layer that repeats, of a configuration, and one that the
-    capture changes for a while."""
+    """A model that reads numbers from itself, from repeated layers and from a configuration, and
+    one that the capture changes temporarily."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class Scaled(nn.Module):
 
 
 class Layer(nn.Module):
-    """A linear and a dropout; knows its number."""
+    """A linear layer and a dropout. The layer has a number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("num_layers", [1, 8], ids=["in full", "folded"])
-def test_plain_values_that_forward_reads_are_listed_as_the_user_has_them_and_no_others(
+def test_the_trace_lists_exactly_the_plain_values_that_forward_reads(
     num_layers: int,
 ) -> None:
     trace = capture(Scaled(num_layers), (X,))
@@ -428,7 +428,7 @@ def test_plain_values_that_forward_reads_are_listed_as_the_user_has_them_and_no_
     assert len(trace.attributes) == len(expected)
 
 
-def test_a_capture_keeps_nothing_of_the_model_alive() -> None:
+def test_a_capture_keeps_no_reference_to_the_model() -> None:
     class Small(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,5 +1,4 @@
-"""Biases of linear layers in normal form: of one op with their product, where the model computes
-them so."""
+"""Biases of linear layers in normal form: one op with the product if the model computes them so."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ X, WEIGHT, BIAS = (
 
 
 class Layer(nn.Module):
-    """What a function makes of x, a weight [4, 6] and a bias."""
+    """A model that applies a function to x, a weight [4, 6] and a bias."""
 
     def __init__(
         self, made: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor = BIAS
@@ -39,7 +38,8 @@ class Layer(nn.Module):
 
 
 def traced(model: nn.Module) -> tuple[Trace, list[fx.Node], list[fx.Node]]:
-    """The trace, which computes what the model does, its products of forward and its additions."""
+    """Check that the trace matches the model. Return the trace, its forward products and its
+    adds."""
     trace = capture(model, (X,))
     (loss,), gradients, _ = execute(trace, dict(model.named_parameters()), {}, [X])
     model.zero_grad()
@@ -66,7 +66,7 @@ ONE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_a_linear_with_a_bias_is_one_op_and_its_gradient_a_sum(name: str) -> None:
+def test_a_linear_with_a_bias_is_one_op_and_the_bias_gradient_is_a_sum(name: str) -> None:
     trace, (product,), additions = traced(Layer(ONE[name]))
     assert not additions and len(product.args) == 4 and shape_of(product.args[3]) == (4,)  # type: ignore[arg-type]
     gradient = next(iter(reversed(trace.graph.nodes))).args[0][trace.parameters[1].gradient]
@@ -84,12 +84,12 @@ APART: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_torch_adds_apart_is_added_apart(name: str) -> None:
+def test_a_bias_that_torch_adds_separately_stays_a_separate_add(name: str) -> None:
     _, (product,), additions = traced(Layer(*APART[name]))
     assert len(product.args) == 3 and len(additions) == 1
 
 
-def test_addmm_with_a_matrix_is_none_of_these() -> None:
+def test_addmm_with_a_matrix_stays_addmm() -> None:
     trace, products, _ = traced(
         Layer(
             lambda x, w, b: torch.addmm(b, x.view(6, 6), w.t()),
@@ -99,9 +99,8 @@ def test_addmm_with_a_matrix_is_none_of_these() -> None:
     assert not products and len(calls(trace.graph, aten.addmm.default)) == 1
 
 
-def test_a_bias_of_columns_that_come_apart_is_seen_with_their_dims() -> None:
-    """A weight of heads: the product keeps heads and features apart, and so does what is added
-    to it."""
+def test_a_bias_has_the_split_column_dims_of_its_product() -> None:
+    """For a weight of heads, the product and the bias have separate dims for heads and features."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:

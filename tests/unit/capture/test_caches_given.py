@@ -1,4 +1,4 @@
-"""A cache of keys and values as an argument is refused, and what the refusal says to do works."""
+"""A key/value cache as an argument is refused, and the remedy of the error works."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def filled(model: nn.Module) -> Any:
 
 
 def pairs(model: nn.Module) -> Any:
-    """As caches were in older releases."""
+    """Return a cache in the format of older releases."""
     return tuple((torch.randn(4, 2, 8, 8), torch.randn(4, 2, 8, 8)) for _ in range(2))
 
 
@@ -67,7 +67,7 @@ def test_a_cache_is_refused_by_name(
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_without_the_cache_and_with_its_tokens_the_results_are_those_with_it(
+def test_the_whole_sequence_without_a_cache_gives_the_results_with_the_cache(
     build: Callable[[], nn.Module],
 ) -> None:
     model = build().eval()
@@ -86,7 +86,7 @@ def test_without_the_cache_and_with_its_tokens_the_results_are_those_with_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_use_cache_is_taken_and_the_plan_computes_what_the_model_does(
+def test_use_cache_is_accepted_and_the_plan_matches_the_model(
     build: Callable[[], nn.Module],
 ) -> None:
     batch = {"input_ids": IDS, "labels": IDS, "use_cache": True}
@@ -96,7 +96,7 @@ def test_use_cache_is_taken_and_the_plan_computes_what_the_model_does(
 
 
 class Own(nn.Module):
-    """A model of the user's own, whose argument has the name and is no cache."""
+    """A custom model with a `past_key_values` argument that is not a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +106,6 @@ class Own(nn.Module):
         return (self.linear(x) + past_key_values).square().mean()  # type: ignore[no-any-return]
 
 
-def test_an_argument_of_that_name_in_another_model_is_an_input() -> None:
+def test_past_key_values_that_is_not_a_cache_is_an_input() -> None:
     trace = capture(Own(), (), {"x": torch.randn(4, 8), "past_key_values": torch.randn(4, 8)})
     assert len(trace.inputs) == 2

@@ -1,5 +1,5 @@
-"""A call that the model itself does not take is refused in the call's words, and the model is
-not blamed."""
+"""A call that the plain model does not accept is refused as a wrong call, not as a model that
+cannot be captured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OfBatches(nn.Module):
 
 
 class Reading(nn.Module):
-    """Refused by torch, and not by the plain model."""
+    """A model that the capture refuses, but that runs eagerly."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x
@@ -58,7 +58,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("args", "kwargs", "says"), WRONG)
-def test_arguments_that_do_not_bind_are_named(
+def test_arguments_that_do_not_match_the_signature_are_named(
     args: Any, kwargs: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CallError, match=says):
@@ -69,7 +69,7 @@ def test_arguments_that_do_not_bind_are_named(
     assert not module.variants.known and "planning again for this call" not in caplog.text
 
 
-def test_a_mapping_that_is_the_one_argument_is_to_be_passed_as_a_tuple() -> None:
+def test_a_mapping_as_the_only_argument_must_be_passed_in_a_tuple() -> None:
     both = {"x": torch.randn(4, 4), "t": torch.randn(4, 4)}
     with pytest.raises(
         CallError, match=r"^forward\(\) has no argument 'x'; it takes 'batch'[\s\S]*pass \(batch,\)"
@@ -91,7 +91,7 @@ def test_a_mapping_that_is_the_one_argument_is_to_be_passed_as_a_tuple() -> None
         (batch(width=15), r"\[8, 15\] X \[16, 8\]", "x (8, 15), y (8,)"),
     ],
 )
-def test_shapes_that_forward_refuses_are_told_in_its_own_words_with_the_line(
+def test_shapes_that_forward_refuses_are_reported_with_its_message_and_line(
     args: Any, says: str, shapes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net()
@@ -103,10 +103,10 @@ def test_shapes_that_forward_refuses_are_told_in_its_own_words_with_the_line(
     assert shapes in refusal.value.remedy and "rewrite the line" not in str(refusal.value)
     assert "Traceback" not in caplog.text and not caplog.records
     assert logging.getLogger("torch._subclasses.fake_tensor").level == logging.NOTSET
-    assert isinstance(model(*batch()), Tensor), "the model is as it was"
+    assert isinstance(model(*batch()), Tensor), "the model is unchanged"
 
 
-def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
+def test_an_exception_of_forward_is_reported_with_its_type() -> None:
     class Checks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[0] % 2:
@@ -119,13 +119,13 @@ def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
         capture(Checks(4, 4), (torch.randn(3, 4),))
 
 
-def test_what_only_capturing_cannot_do_is_not_blamed_on_the_call() -> None:
+def test_a_limit_of_capture_is_not_reported_as_a_wrong_call() -> None:
     with pytest.raises(CaptureError, match=r"cannot be captured|reads the value") as refusal:
         capture(Reading(), (torch.randn(4),))
     assert not isinstance(refusal.value, CallError)
 
 
-def test_the_model_s_attributes_are_left_as_they_were() -> None:
+def test_a_refused_call_leaves_the_attributes_of_the_model_unchanged() -> None:
     class Counts(Net):
         num, seen = 0, [0]
 

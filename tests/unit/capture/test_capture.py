@@ -1,5 +1,5 @@
-"""What `capture` promises about any model: values, gradients, the border, errors, and the model
-left alone."""
+"""Guarantees of `capture` for any model: values, gradients, inputs and outputs, errors, and an
+unchanged model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.errors import CaptureError
 
 
 class Net(nn.Module):
-    """Two linears with a norm between; `returns` makes the return value of (hidden, loss)."""
+    """Two linear layers and a norm. `returns` maps (hidden, loss) to the return value."""
 
     def __init__(self, returns: Any = lambda hidden, loss: loss, dropout: float = 0.0) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_the_loss_is_found_and_outputs_keep_their_structure(
     _assert_gradients(gradients, model)
 
 
-def test_arguments_by_name_by_position_and_nested_are_inputs_and_numbers_are_fixed() -> None:
+def test_tensors_in_all_arguments_are_inputs_and_numbers_are_constants() -> None:
     model, (x, y) = _net(), _batch()
     shift = torch.ones(6, dtype=torch.float64)
     trace = capture(model, (x,), {"y": y, "twice": True, "extra": {"shift": [shift, 7]}})
@@ -128,7 +128,7 @@ def test_two_inputs_that_are_one_object_stay_two_inputs() -> None:
     torch.testing.assert_close(outputs[0], model(x, y).detach())
 
 
-def test_tied_parameters_are_one_with_a_summed_gradient() -> None:
+def test_tied_parameters_are_one_parameter_with_a_summed_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ def test_the_tangent_scales_the_gradients() -> None:
     torch.testing.assert_close(scaled["first.weight"], 3 * plain["first.weight"])
 
 
-def test_execution_in_double_precision_of_a_single_precision_model() -> None:
+def test_a_float32_model_can_be_executed_in_float64() -> None:
     model, (x, y) = _net(), _batch()
     trace = capture(copy.deepcopy(model).float(), (x.float(), y.float()))
     outputs, gradients = _run(trace, model, x, y, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_execution_in_double_precision_of_a_single_precision_model() -> None:
     _assert_gradients(gradients, model)
 
 
-def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None:
+def test_captures_do_not_change_the_model_or_each_other() -> None:
     model = _net()
     before = {
         name: (id(t), t.clone()) for name, t in [*model.named_parameters(), *model.named_buffers()]
@@ -226,7 +226,7 @@ def test_the_model_is_as_before_and_captures_do_not_disturb_each_other() -> None
         assert torch.equal(tensor, before[name][1])
 
 
-def test_a_failed_capture_leaves_the_model_as_before() -> None:
+def test_a_failed_capture_leaves_the_model_unchanged() -> None:
     model = _net(returns=lambda hidden, loss: loss if hidden.sum() > 0 else -loss)
     before = {name: id(tensor) for name, tensor in model.named_parameters()}
     with pytest.raises(CaptureError, match="one graph"):
@@ -234,7 +234,7 @@ def test_a_failed_capture_leaves_the_model_as_before() -> None:
     assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
 
 
-def test_every_node_says_where_it_comes_from() -> None:
+def test_every_node_has_a_unique_key_a_module_and_a_source_line() -> None:
     trace = capture(_net(), _batch())
     keys = [node.meta["key"] for node in trace.graph.nodes]
     assert len(set(keys)) == len(keys)
@@ -251,7 +251,7 @@ def test_every_node_says_where_it_comes_from() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(register: str) -> None:
+def test_gradient_hooks_of_parameters_are_refused(register: str) -> None:
     net = _net()
     getattr(net.first.weight, register)(lambda x: None)
     with pytest.raises(CaptureError, match=r"'first\.weight' has gradient hooks"):
@@ -271,7 +271,7 @@ def test_gradient_hooks_of_parameters_are_refused_since_no_program_runs_them(reg
         "a module that waits for its shape",
     ],
 )
-def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(
+def test_modules_that_torch_cannot_capture_are_refused_with_their_path(
     module: nn.Module, batch: Tensor, complaint: str
 ) -> None:
     class Net(nn.Module):
@@ -288,7 +288,7 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(
     assert "in module inner" in str(refused.value)
 
 
-def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
+def test_an_op_that_torch_cannot_run_is_refused_with_its_cause() -> None:
     with pytest.raises(
         CaptureError, match="forward does not accept this call: Unsupported dtype BFloat16"
     ) as refused:
@@ -300,7 +300,7 @@ def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> None:
+def test_8_bit_floats_are_refused_with_the_line(dtype: torch.dtype) -> None:
     with pytest.raises(CaptureError, match=rf"tensors of {dtype}(?s:.*)test_capture\.py"):
         capture(
             _net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()),
@@ -308,7 +308,7 @@ def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> No
         )
 
 
-def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storage_are_not() -> None:
+def test_different_parameters_that_share_memory_are_refused() -> None:
     class Net(nn.Module):
         def __init__(self, first: nn.Parameter, second: nn.Parameter) -> None:
             super().__init__()
@@ -327,7 +327,7 @@ def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storag
         capture(Net(first, nn.Parameter(first.data)), (torch.randn(2, 4),))
 
 
-def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() -> None:
+def test_operands_of_different_dtypes_that_torch_accepts_in_a_capture_are_refused() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -346,9 +346,7 @@ def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() ->
 
 
 @pytest.mark.slow
-def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> (
-    None
-):
+def test_dropout_between_recurrent_layers_is_refused_in_training() -> None:
     class Net(nn.Module):
         def __init__(self, **settings: Any) -> None:
             super().__init__()
@@ -364,11 +362,11 @@ def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where
     for net in (Net(num_layers=2), Net(dropout=0.0), Net(num_layers=2, dropout=0.5).eval()):
         trace = capture(net, (x,))
         assert not any("mkldnn" in str(node.target) for node in trace.graph.nodes), (
-            "an op of CPUs alone is no model of a GPU's"
+            "an op that exists only on CPUs does not model a GPU"
         )
 
 
-def test_a_loss_that_torch_decomposes_wrongly_is_refused_with_a_way_out() -> None:
+def test_a_loss_that_torch_decomposes_wrongly_is_refused_with_a_remedy() -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         return loss + nn.functional.multilabel_margin_loss(hidden, hidden.detach().long())
 
@@ -386,7 +384,7 @@ def test_a_loss_that_torch_decomposes_wrongly_is_refused_with_a_way_out() -> Non
     ],
     ids=["resolved", "a view", "a negated part"],
 )
-def test_conjugates_are_computed(changes: Any) -> None:
+def test_conjugate_and_negative_views_are_materialized(changes: Any) -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         return loss + changes(torch.fft.fft(hidden)).abs().sum()
 
@@ -401,7 +399,7 @@ def test_conjugates_are_computed(changes: Any) -> None:
 @pytest.mark.parametrize(
     "checked", [torch.linalg.inv, torch.linalg.cholesky, lambda a: torch.linalg.solve(a, a.sum(-1))]
 )
-def test_an_op_that_checks_its_result_is_captured_without_the_check(checked: Any) -> None:
+def test_linear_algebra_ops_are_captured_without_their_error_checks(checked: Any) -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         square: Tensor = hidden.mT @ hidden + torch.eye(hidden.shape[-1])
         return loss + checked(square).square().sum()
@@ -414,7 +412,7 @@ def test_an_op_that_checks_its_result_is_captured_without_the_check(checked: Any
     _assert_gradients(gradients, model)
 
 
-def test_control_flow_on_values_is_refused_with_the_line() -> None:
+def test_data_dependent_control_flow_is_refused_with_the_line() -> None:
     def returns(hidden: Tensor, loss: Tensor) -> Tensor:
         if hidden.sum() > 0:
             return loss
@@ -427,8 +425,8 @@ def test_control_flow_on_values_is_refused_with_the_line() -> None:
 
 
 class Routed(nn.Module):
-    """Experts that take the rows that pick them, or (`masked`) all rows, those of others with
-    weight 0."""
+    """Experts that process the rows routed to them or, if `masked`, all rows with weight 0 for the
+    other rows."""
 
     def __init__(self, masked: bool) -> None:
         super().__init__()
@@ -447,7 +445,7 @@ class Routed(nn.Module):
         return result.pow(2).mean()
 
 
-def test_experts_written_as_a_loop_are_computed_of_all_rows_as_those_are_that_mask_them() -> None:
+def test_experts_in_a_loop_are_captured_as_experts_with_masked_rows() -> None:
     loop, x = Routed(masked=False).double(), _batch()[0]
     masked = Routed(masked=True).double()
     masked.load_state_dict(loop.state_dict())
@@ -486,7 +484,7 @@ def test_experts_written_as_a_loop_are_computed_of_all_rows_as_those_are_that_ma
         "an error that torch finds too",
     ],
 )
-def test_the_way_out_of_a_refusal_is_one_of_its_own_cause(returns: Any, says: str) -> None:
+def test_the_remedy_of_an_error_matches_its_cause(returns: Any, says: str) -> None:
     with pytest.raises(CaptureError) as refusal:
         capture(_net(returns=returns), _batch())
     assert says in refusal.value.remedy
@@ -500,7 +498,7 @@ def test_a_large_constant_is_refused_with_a_remedy() -> None:
     assert "register_buffer" in refusal.value.remedy
 
 
-def test_a_detached_loss_leaves_nothing_to_differentiate() -> None:
+def test_a_detached_loss_has_no_gradients() -> None:
     trace = capture(_net(returns=lambda hidden, loss: loss.detach()), _batch())
     assert (
         trace.loss is not None
@@ -527,9 +525,7 @@ def test_a_constant_that_forward_builds_is_in_the_graph(scale: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(4, 5), (4,)])
-def test_the_cross_entropy_is_exact_with_ignored_labels(
-    reduction: str, shape: tuple[int, ...]
-) -> None:
+def test_cross_entropy_is_exact_with_ignored_labels(reduction: str, shape: tuple[int, ...]) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -545,7 +541,7 @@ def test_the_cross_entropy_is_exact_with_ignored_labels(
     labels.view(-1)[:2], labels.view(-1)[-1] = (
         3,
         5,
-    )  # some ignored, never all: a mean of none is nan
+    )  # some labels are ignored, but not all, because the mean of no labels is nan
     trace = capture(model, (x, labels))
     assert not any(
         "log_softmax" in str(node.target) or "nll_loss" in str(node.target)
@@ -558,7 +554,7 @@ def test_the_cross_entropy_is_exact_with_ignored_labels(
     _assert_gradients(gradients, model)
 
 
-def test_the_fingerprint_tells_models_apart_that_differ_in_an_ops_argument_only() -> None:
+def test_the_fingerprint_depends_on_the_arguments_of_ops() -> None:
     class Soft(nn.Module):
         def __init__(self, dim: int) -> None:
             super().__init__()
@@ -572,7 +568,7 @@ def test_the_fingerprint_tells_models_apart_that_differ_in_an_ops_argument_only(
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is_a_result(
+def test_a_buffer_that_forward_reassigns_is_refused_unless_it_is_changed_in_place(
     in_place: bool,
 ) -> None:
     class Average(nn.Module):
@@ -598,9 +594,7 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
         capture(model, (x,))
 
 
-def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as_the_refusal_says() -> (  # noqa: E501
-    None
-):
+def test_a_buffer_rebuilt_for_new_shapes_is_refused_until_a_call_has_rebuilt_it() -> None:
     class Places(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -618,9 +612,7 @@ def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as
     assert not capture(model, (x,)).mutated
 
 
-def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_model_stays_as_it_was() -> (  # noqa: E501
-    None
-):
+def test_a_buffer_reassigned_to_itself_is_captured_and_the_model_is_unchanged() -> None:
     class Moved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -642,7 +634,7 @@ def test_a_buffer_bound_to_itself_or_a_cache_beside_it_is_no_refusal_and_the_mod
     torch.testing.assert_close(outputs[0], model(x).detach())
 
 
-def test_who_records_the_outputs_of_a_transformers_model_can_be_asked_under_capture() -> None:
+def test_the_output_recorder_of_transformers_can_be_read_under_capture() -> None:
     recording = pytest.importorskip("transformers.utils.output_capturing")
 
     class Asks(nn.Module):
@@ -687,7 +679,7 @@ class Returned(OwnBackward):
         return Cubed.apply(self.linear(x))
 
 
-def test_a_users_backward_may_be_the_first_of_all() -> None:
+def test_a_custom_backward_may_be_the_first_backward_op() -> None:
     model, x = Returned().double(), torch.randn(4, 4).double()
     plan = autopar.plan(
         model, 2, example_inputs=(x,), hardware="cpu-gloo", constraints=[autopar.constraints.ddp()]
@@ -695,7 +687,7 @@ def test_a_users_backward_may_be_the_first_of_all() -> None:
     assert autopar.verify(plan, model, (x,)).ok
 
 
-def test_what_a_users_backward_computes_belongs_to_the_backward() -> None:
+def test_the_ops_of_a_custom_backward_are_in_the_backward_phase() -> None:
     model, x = OwnBackward().double(), torch.randn(3, 4).double()
     trace = capture(model, (x,))
     phases = {
@@ -729,7 +721,7 @@ class Asking(nn.Module):
 
 
 @pytest.mark.parametrize("package", ["transformers", "elsewhere"])
-def test_where_a_transformers_model_cannot_be_captured_as_it_is_traced_its_eager_branches_are(
+def test_eager_branches_of_a_transformers_model_are_captured_if_its_traced_ones_fail(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = ModuleType(f"{package}.asking")
@@ -745,8 +737,8 @@ def test_where_a_transformers_model_cannot_be_captured_as_it_is_traced_its_eager
     assert home.is_torchdynamo_compiling.__name__ == "is_torchdynamo_compiling"
 
 
-def test_source_files_are_not_split_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo does so for a log of calls that nobody asked for."""
+def test_source_files_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo tokenizes source files for a log of calls that is not requested."""
     model, batch = zoo_small.gpt2()
     funcname_cache.clearcache()
     added: list[str] = []

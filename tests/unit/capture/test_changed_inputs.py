@@ -1,5 +1,5 @@
-"""Inputs that forward changes in place are refused with their name, the line that writes them
-and what to do instead."""
+"""Inputs that forward changes in place are refused with their name, the line of the write and a
+remedy."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_input_that_forward_changes_is_refused_by_name(
     assert labels.tolist() == [0, 3, 1, 2]
 
 
-def test_the_remedy_does() -> None:
+def test_a_copy_of_the_input_is_captured() -> None:
     x, labels = _batch()
     model = Net(_of_a_copy).double()
     report = autopar.verify(

@@ -1,5 +1,4 @@
-"""The CTC loss of forward is that of torch, in loss and gradients, whatever way its targets are
-passed."""
+"""The CTC loss and its gradients equal those of torch for all ways to pass the targets."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def of_plain_lengths(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def picked(x: Tensor, labels: Tensor) -> Tensor:
-    """As transformers do."""
+    """Compute the loss with targets selected by a mask, as transformers do."""
     mask = labels > 0
     with torch.backends.cudnn.flags(enabled=False):
         return F.ctc_loss(
@@ -54,7 +53,8 @@ def picked(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_each(x: Tensor, labels: Tensor) -> Tensor:
-    """The second has fewer frames than it needs: its loss is infinite, and counts as none."""
+    """Compute the losses of samples. The second has too few frames, so its loss is infinite and
+    counts as zero."""
     frames = torch.tensor([FRAMES, 0, 3, 9])
     return (
         F.ctc_loss(
@@ -79,7 +79,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("loss", [padded, of_plain_lengths, picked, of_each])
-def test_it_is_torchs(loss: Callable[..., Tensor]) -> None:
+def test_the_ctc_loss_equals_that_of_torch(loss: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model = Net(loss)
     plan = autopar.plan(
@@ -91,17 +91,18 @@ def test_it_is_torchs(loss: Callable[..., Tensor]) -> None:
     assert autopar.verify(plan, model, batch()).ok
 
 
-def test_what_is_picked_is_split_by_samples() -> None:
-    """Targets of one sample need no other's, so a plan may have microbatches, and ranks their
-    own samples."""
+def test_masked_targets_can_be_split_by_samples() -> None:
+    """The targets of a sample do not depend on other samples, so a plan can split the batch."""
     options = {"constraints": [autopar.constraints.ddp()], "num_microbatches": 2}
     plan = autopar.plan(Net(picked), 2, example_inputs=batch(), hardware="cpu-gloo", **options)  # type: ignore[arg-type]
     assert plan.pipeline is not None and plan.pipeline.num_microbatches == 2
 
 
-def test_targets_picked_otherwise_are_refused() -> None:
+def test_targets_selected_by_a_mask_of_data_are_refused() -> None:
     def by_other_lengths(x: Tensor, labels: Tensor) -> Tensor:
-        counted = (labels > 0) & (x[:4, :, 0].t() > 0)  # follows from values of a floating input
+        counted = (labels > 0) & (
+            x[:4, :, 0].t() > 0
+        )  # depends on values of a floating-point input
         return F.ctc_loss(
             x,
             labels.masked_select(counted),
@@ -113,7 +114,7 @@ def test_targets_picked_otherwise_are_refused() -> None:
         capture(Net(by_other_lengths), batch())
 
 
-def test_lengths_that_do_not_fit_are_refused() -> None:
+def test_target_lengths_beyond_the_targets_are_refused() -> None:
     x, labels = torch.randn(3, 2, CLASSES).log_softmax(-1), torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(AutoparError, match="a length of 5, but targets has only 4 labels"):
         autopar.ops.ctc(x, labels, torch.tensor([3, 3]), torch.tensor([5, 1]), 0, False)

@@ -1,5 +1,4 @@
-"""Refusals name the culprit: what forward calls, raises or returns, with the line and what to
-do."""
+"""Errors name the cause (what forward calls, raises or returns), the line and a remedy."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ def _refusal(model: nn.Module) -> Any:
     ],
     ids=["random", "randint", "time", "packed", "ctc"],
 )
-def test_what_forward_calls_is_named(
+def test_an_unsupported_call_of_forward_is_named(
     does: Callable[[Tensor], Any], what: str, line: str, remedy: str
 ) -> None:
     refusal = _refusal(Net(does))
@@ -123,7 +122,7 @@ def test_what_forward_calls_is_named(
         ),
     ],
 )
-def test_what_forward_raises_itself_is_its_own_error_and_the_line_is_told(
+def test_an_exception_of_forward_is_reported_with_its_line(
     does: Callable[[Tensor], Any], what: str, line: str
 ) -> None:
     refusal = _refusal(Net(does))
@@ -132,7 +131,7 @@ def test_what_forward_raises_itself_is_its_own_error_and_the_line_is_told(
 
 
 @pytest.mark.parametrize("returned", [None, (None,), "text", 3.0])
-def test_a_forward_that_returns_no_tensor_is_refused_as_such(returned: Any) -> None:
+def test_a_forward_that_returns_no_tensor_is_refused(returned: Any) -> None:
     refusal = _refusal(Net(lambda x: returned))
     assert refusal.what == "forward returns no tensor" and "loss" in refusal.remedy
 
@@ -142,7 +141,7 @@ def test_a_forward_that_returns_no_tensor_is_refused_as_such(returned: Any) -> N
 )
 @pytest.mark.parametrize("path", ["", "1"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_module_of_torchscript_is_refused_by_its_path(
+def test_a_torchscript_module_is_refused_with_its_path(
     make: Callable[[nn.Module], nn.Module], path: str
 ) -> None:
     scripted = make(nn.Linear(4, 4))
@@ -154,9 +153,7 @@ def test_a_module_of_torchscript_is_refused_by_its_path(
     )
 
 
-def test_of_a_model_that_torch_compile_made_the_model_itself_is_asked_for_and_compiled_parts_are_captured() -> (  # noqa: E501
-    None
-):
+def test_a_compiled_model_is_refused_and_compiled_submodules_are_captured() -> None:
     assert "model._orig_mod" in _refusal(torch.compile(nn.Linear(4, 4))).remedy
     assert capture(
         nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)), (torch.randn(4, 4),)

@@ -1,4 +1,4 @@
-"""Plain dataclasses as what a model takes and returns."""
+"""Plain dataclasses as inputs and outputs of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.errors import CaptureError
 
 @dataclass
 class Batch:
-    """What goes in."""
+    """The input of the model."""
 
     x: Tensor
     y: Tensor
@@ -29,14 +29,14 @@ class Batch:
 
 @dataclass
 class Parts:
-    """Part of what comes out."""
+    """A nested part of the output."""
 
     hidden: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What comes out."""
+    """The output of the model."""
 
     logits: Tensor
     loss: Tensor
@@ -47,7 +47,7 @@ class Result:
 
 @dataclass
 class Derived:
-    """A dataclass that makes one of its fields itself."""
+    """A dataclass that computes one of its fields."""
 
     loss: Tensor
     double: Tensor = field(init=False)
@@ -57,7 +57,7 @@ class Derived:
 
 
 class Classifier(nn.Module):
-    """Two linears."""
+    """A model with two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Classifier(nn.Module):
         )
 
 
-def test_dataclasses_go_in_and_come_out_by_their_fields_and_as_they_were() -> None:
+def test_dataclasses_are_flattened_by_fields_and_rebuilt() -> None:
     model, batch = Classifier(), Batch(torch.randn(3, 6), torch.tensor([0, 2, 3]))
     trace = capture(model, (batch,))
     assert [entry.path for entry in trace.inputs] == ["0.x", "0.y"]
@@ -107,11 +107,11 @@ def test_dataclasses_go_in_and_come_out_by_their_fields_and_as_they_were() -> No
 
 
 class Named(OrderedDict[str, Any]):
-    """What a library registers with torch by its values alone, whose names only itself knows."""
+    """A mapping registered with torch by its values only, so that torch does not know its keys."""
 
 
 class Row:
-    """The same of what has no names."""
+    """A registered container without names."""
 
     def __init__(self, *items: Any) -> None:
         self.items = items
@@ -125,7 +125,7 @@ pytree.register_pytree_node(
 pytree.register_pytree_node(Row, lambda x: (list(x.items), None), lambda values, _: Row(*values))
 
 
-def test_what_is_registered_without_names_goes_in_and_comes_out_by_its_own_or_by_numbers() -> None:
+def test_registered_containers_are_flattened_by_keys_or_positions_and_rebuilt() -> None:
     class Rows(nn.Linear):
         def forward(self, given: Named) -> Named:
             hidden = super().forward(given["x"])
@@ -142,7 +142,7 @@ def test_what_is_registered_without_names_goes_in_and_comes_out_by_its_own_or_by
     torch.testing.assert_close(made["rows"].items, expected["rows"].items)
 
 
-def test_a_dataclass_that_its_fields_do_not_make_again_is_refused() -> None:
+def test_a_dataclass_that_cannot_be_rebuilt_from_its_fields_is_refused() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return Derived(super().forward(x).sum())

@@ -1,4 +1,4 @@
-"""Distributions that forward makes: captured alike whatever the process did before."""
+"""Distributions in forward are captured independently of earlier calls in the process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ MESH = autopar.Mesh({"data": 2})
 
 
 class Encoder(nn.Module):
-    """The mean and the deviation of each sample, then what `loss` makes of the normal
-    distribution that they have."""
+    """A model that computes a mean and a deviation per sample and passes them to `loss`."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Encoder(nn.Module):
 
 
 class Peaked(Normal):
-    """A user's own class: its divergence is that of its base."""
+    """A custom distribution with the divergence of its base class."""
 
 
 def _elbo(mean: Tensor, deviation: Tensor, x: Tensor) -> Tensor:
@@ -55,8 +54,8 @@ def _of_subclasses(mean: Tensor, deviation: Tensor, x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process() -> Iterator[None]:
-    """torch.compile turns the validation of arguments off for good, and the first divergence of
-    two classes is remembered."""
+    """Reset the argument validation, which torch.compile switches off permanently, and the cache of
+    divergences."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(True)
     kl._KL_MEMOIZE.clear()
@@ -65,7 +64,7 @@ def as_in_a_new_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("loss", [_elbo, _likelihoods, _of_subclasses])
-def test_a_model_that_makes_distributions_computes_what_the_plain_one_does(
+def test_a_model_with_distributions_matches_the_plain_model(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -75,7 +74,7 @@ def test_a_model_that_makes_distributions_computes_what_the_plain_one_does(
     assert report.ok, report
 
 
-def test_capture_leaves_nothing_behind() -> None:
+def test_capture_does_not_change_the_global_state_of_distributions() -> None:
     autopar.plan(Encoder(_elbo), MESH, example_inputs=(torch.randn(4, 4),))
     assert not kl._KL_MEMOIZE
     with pytest.raises(ValueError, match="constraint"):

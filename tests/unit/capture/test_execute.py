@@ -1,5 +1,4 @@
-"""Running a normal-form graph: views of values that another op has laid out differently, and
-dtypes that nobody stated."""
+"""Execution of a normal-form graph: views of values with other strides, and implicit dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ aten = torch.ops.aten
 
 
 def viewed(stride: tuple[int, ...]) -> list[object]:
-    """The ops of a graph that views a [2, 3] placeholder of these strides as [6], after
+    """Return the ops of a graph that views a [2, 3] placeholder with these strides as [6], after
     propagation."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -30,15 +29,15 @@ def viewed(stride: tuple[int, ...]) -> list[object]:
     return [node.target for node in calls]
 
 
-def test_a_view_that_strides_do_not_allow_reads_a_copy() -> None:
+def test_a_view_that_is_impossible_for_the_strides_reads_a_copy() -> None:
     assert viewed((1, 2)) == [aten.clone.default, aten.view.default]
 
 
-def test_a_view_that_strides_allow_reads_the_value() -> None:
+def test_a_view_that_is_possible_for_the_strides_reads_the_value() -> None:
     assert viewed((3, 1)) == [aten.view.default]
 
 
-def test_what_forward_makes_has_the_dtype_it_had_at_capture_whatever_the_default_is_now() -> None:
+def test_created_tensors_have_the_default_dtype_at_capture() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +59,7 @@ def test_what_forward_makes_has_the_dtype_it_had_at_capture_whatever_the_default
     torch.testing.assert_close(outputs[0], model(x).detach())
 
 
-def test_in_float64_complex_numbers_have_parts_in_float64() -> None:
+def test_execution_in_float64_uses_complex128() -> None:
     class Waves(nn.Module):
         def __init__(self) -> None:
             super().__init__()

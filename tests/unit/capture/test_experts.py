@@ -1,5 +1,5 @@
-"""Layers of experts under capture: what takes the place of transformers' own functions, and
-where it does not."""
+"""Expert layers under capture: which functions of transformers are replaced by one op, and which
+are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = SimpleNamespace(_experts_implementation="batched_mm")
 
 
 def experts(*, act: str = "SiLU", odd_gate: bool = False, **how: bool) -> nn.Module:
-    """A layer of experts as transformers' models make them."""
+    """Return an expert layer as the models of transformers build it."""
 
     class Experts(nn.Module):
         def __init__(self, config: Any) -> None:
@@ -73,10 +73,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", COMMON)
-def test_common_experts_are_computed_by_the_op_as_transformers_does(kind: str) -> None:
+def test_supported_experts_run_as_one_op_with_the_result_of_transformers(kind: str) -> None:
     layer = experts(**COMMON[kind])
     before = type(layer).forward
-    if kind == "ungated":  # its up makes 2 F then, and down reads as much
+    if kind == "ungated":  # without a gate, up returns 2 F features, and down reads them
         layer.down_proj = nn.Parameter(torch.randn(E, H, 2 * F))
     with _experts_as_one_op(layer):
         assert type(layer).forward is not before
@@ -86,7 +86,7 @@ def test_common_experts_are_computed_by_the_op_as_transformers_does(kind: str) -
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_others_stay_as_they_are(kind: str) -> None:
+def test_unsupported_experts_are_not_replaced(kind: str) -> None:
     layer = experts(**OTHERS[kind])
     before = type(layer).forward
     with _experts_as_one_op(layer):
@@ -103,7 +103,7 @@ class Loss(nn.Module):
         return self.layer(x, ids, gates).pow(2).mean()
 
 
-def test_a_gated_weight_is_seen_with_a_dim_for_its_two_parts() -> None:
+def test_a_gated_weight_has_a_view_with_a_dim_for_its_two_parts() -> None:
     trace = capture(Loss(experts()), (torch.randn(T, H),))
     views = {p.name: (p.shape, p.view) for p in trace.parameters}
     assert views["layer.gate_up_proj"] == ((E, 2 * F, H), (E, 2, F, H))
@@ -113,7 +113,7 @@ def test_a_gated_weight_is_seen_with_a_dim_for_its_two_parts() -> None:
     ] == [ops.experts, ops.experts_backward]
 
 
-def test_a_weight_that_something_else_reads_too_stays_as_it_is() -> None:
+def test_a_gated_weight_with_another_reader_keeps_its_shape() -> None:
     class Both(Loss):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + self.layer.gate_up_proj.square().mean()  # type: ignore[operator, union-attr]

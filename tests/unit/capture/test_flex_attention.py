@@ -1,5 +1,5 @@
-"""flex_attention is captured as one op, whose functions are text, wherever a model calls it; what
-is not known is refused by name.
+"""flex_attention is captured as one op with its functions as text. Unsupported options are refused
+by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def calls_of(trace: Trace) -> list[Any]:
 def assert_alike(
     model: nn.Module, batch: dict[str, Tensor], trace: Trace, tolerance: float = 1e-10
 ) -> None:
-    """Outputs and gradients are those of torch's dense reference."""
+    """Assert that outputs and gradients equal the dense reference of torch."""
     with flex_attention_eager():
         loss = model(**batch)
         loss = loss if isinstance(loss, Tensor) else loss.loss
@@ -67,7 +67,7 @@ def assert_alike(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_function_is_one_op_with_the_results_of_torchs_reference(kind: str) -> None:
+def test_each_kind_of_function_is_one_op_with_the_results_of_the_torch_reference(kind: str) -> None:
     model, batch = model_of(kind, 1), batch_of()
     trace = capture(model, (), batch)
     assert [node.target for node in calls_of(trace)] == list(CALLS)
@@ -80,7 +80,7 @@ def test_each_kind_of_function_is_one_op_with_the_results_of_torchs_reference(ki
     assert_alike(model, batch, trace)
 
 
-def test_block_masks_leave_nothing_in_the_graph() -> None:
+def test_block_masks_leave_no_ops_in_the_graph() -> None:
     trace = capture(model_of("documents", 1), (), batch_of())
     assert not [
         n
@@ -90,14 +90,14 @@ def test_block_masks_leave_nothing_in_the_graph() -> None:
 
 
 class Compiled(Attention):
-    """Calls torch's compiled function, as programs do."""
+    """A model that calls the compiled function, as users do."""
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in (self.query(x),) * 3)
         return torch.compile(flex_attention)(q, k, v, block_mask=self.made).square().mean()
 
 
-def test_a_call_that_the_model_compiles_is_captured_like_any_other() -> None:
+def test_a_compiled_call_is_captured() -> None:
     model, batch = Compiled("causal").double(), batch_of()
     trace = capture(model, (), batch)
     assert len(calls_of(trace)) == 2
@@ -110,7 +110,7 @@ class Checkpointed(Attention):
         return out.square().mean()
 
 
-def test_a_call_that_the_model_checkpoints_is_captured_like_any_other() -> None:
+def test_a_checkpointed_call_is_captured() -> None:
     torch.manual_seed(0)
     model, batch = Checkpointed("mask of init").double(), batch_of()
     trace = capture(model, (), batch)
@@ -183,7 +183,7 @@ class Refused(nn.Module):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_is_refused_with_the_line_and_a_remedy(name: str) -> None:
+def test_unsupported_options_are_refused_with_the_line_and_a_remedy(name: str) -> None:
     with pytest.raises(CaptureError, match=r"torch\.nn\.attention\.flex_attention") as caught:
         capture(Refused(name), (torch.randn(2, 16, 32),), {})
     assert REFUSED[name][1] in str(caught.value) and "test_flex_attention.py" in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_paged_cache_is_refused() -> None:
         capture(Paged(""), (torch.randn(2, 16, 32),), {})
 
 
-def test_options_that_tune_a_kernel_change_nothing() -> None:
+def test_tuning_options_do_not_change_the_op() -> None:
     REFUSED["tuned"] = (lambda x: {"kernel_options": {"BLOCK_M": 32, "num_warps": 4}}, "")
     try:
         tuned, plain = (

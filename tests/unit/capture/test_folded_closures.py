@@ -1,5 +1,5 @@
-"""Variables of closures that layers hold are constants of the program, in the layers that were
-not captured, too."""
+"""Closure variables of layers are constants of the program, also for folded layers that were not
+captured."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _variables(model: nn.Module, *, fold: bool) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("how", HELD)
-def test_folded_layers_have_the_variables_that_they_have_when_all_are_captured(how: str) -> None:
+def test_folded_layers_have_the_closure_variables_of_a_full_capture(how: str) -> None:
     model = Stack(HELD[how])
     found = _variables(model, fold=True)
     assert found == _variables(model, fold=False)
@@ -99,7 +99,7 @@ def test_folded_layers_have_the_variables_that_they_have_when_all_are_captured(h
 
 
 @pytest.mark.parametrize("position", [0, 4, N - 1])
-def test_a_variable_of_any_layer_that_changes_is_refused(position: int) -> None:
+def test_a_changed_closure_variable_of_any_layer_is_refused(position: int) -> None:
     model = Stack(lambda _: scaled(2.0))
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     module(X)
@@ -114,8 +114,8 @@ def test_a_variable_of_any_layer_that_changes_is_refused(position: int) -> None:
     assert module(X).item() == pytest.approx(model(X).item(), rel=1e-6)
 
 
-def test_tensors_in_closures_of_the_same_name_are_watched_one_by_one() -> None:
-    """They are of no run: each layer has a tensor of its own."""
+def test_closure_tensors_with_the_same_name_are_watched_separately() -> None:
+    """The layers are not folded, because each has its own tensor."""
 
     def made(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: x * weight
@@ -130,7 +130,7 @@ def test_tensors_in_closures_of_the_same_name_are_watched_one_by_one() -> None:
 
 
 class Processor:
-    """An object of its own in each layer, as diffusers' attention has one."""
+    """An object without attributes in each layer, as in the attention of diffusers."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.tanh(x) * getattr(self, "scale", 2.0)
@@ -153,7 +153,7 @@ def test_layers_with_objects_without_attributes_are_folded() -> None:
     assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
-def test_layers_with_objects_that_have_attributes_or_slots_are_not() -> None:
+def test_layers_with_objects_that_have_attributes_or_slots_are_not_folded() -> None:
     def with_scale(position: int) -> Processor:
         processor = Processor()
         processor.scale = 1.0 + position  # type: ignore[attr-defined]
@@ -164,13 +164,13 @@ def test_layers_with_objects_that_have_attributes_or_slots_are_not() -> None:
 
 
 class Delegating(Stack):
-    """Has a ``__getattr__`` of its own, as the models of diffusers do."""
+    """A model with a custom ``__getattr__``, as the models of diffusers have."""
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name)
 
 
-def test_a_model_with_a_getattr_of_its_own_is_folded() -> None:
+def test_a_model_with_a_custom_getattr_is_folded() -> None:
     model = Delegating(lambda _: Processor())
     folded = capture(model, (X,))
     assert "10 layers" in str(folded.folding)

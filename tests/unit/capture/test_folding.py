@@ -1,5 +1,5 @@
-"""Folded capture of models that try to break it: each is captured as it is, folded or in full,
-and says which."""
+"""Folded capture of adversarial models. Each is captured correctly, folded or in full, and the
+trace says which."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N = 10
 
 
 class Scaled(torch.autograd.Function):
-    """The identity, whose gradient is scaled: forward does not show by how much."""
+    """The identity with a scaled gradient. Forward does not show the scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -39,7 +39,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A residual block; `index` counts the layers, and forward does not read it unless
+    """A residual block. `index` is the number of the layer. Forward reads it only with
     `reads_index`."""
 
     def __init__(self, index: int, **settings: Any) -> None:
@@ -70,7 +70,7 @@ def plain(model: Stack, x: Tensor) -> Tensor:
 
 
 class Stack(nn.Module):
-    """Layers between two linears; `walk` goes through them."""
+    """Layers between two linear layers. `walk` runs the layers."""
 
     def __init__(self, walk: Walk = plain, num_layers: int = N, **settings: Any) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ X = torch.arange(12.0).reshape(3, 4) / 12
 
 
 def step_by_step(change: Callable[[Stack, int, Tensor], Tensor]) -> Walk:
-    """Every layer, and `change` of its result."""
+    """Return a walk that applies `change` to the result of every layer."""
 
     def walk(model: Stack, x: Tensor) -> Tensor:
         for number, layer in enumerate(model.layers):
@@ -104,7 +104,7 @@ def step_by_step(change: Callable[[Stack, int, Tensor], Tensor]) -> Walk:
 
 
 def at(number: int, change: Callable[[Tensor], Tensor]) -> Walk:
-    """`change` behind one layer."""
+    """Return a walk that applies `change` after one layer."""
     return step_by_step(lambda model, position, x: change(x) if position == number else x)
 
 
@@ -167,7 +167,7 @@ ALSO_WRONG = (
     "two layers without gradients",
     "a hook on a tensor",
 )
-# What a shortened model does not show; then what is refused.
+# Models whose shortened capture would be wrong, and the reason that the check reports.
 SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
     "a change at layer 6": (
         at(6, lambda x: x * 2),
@@ -193,7 +193,7 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
         "layer 6 of layers differs from an equal layer in autograd function",
     ),
 }
-# What is refused whether or not the full model is looked at.
+# Models that are refused with or without the check of the full model.
 REFUSED: dict[str, tuple[Walk, str]] = {
     "every third layer": (
         step_by_step(lambda model, number, x: x * 2 if number % 3 == 0 else x),
@@ -242,14 +242,14 @@ FOLDED: dict[str, Walk] = {
 
 
 def refusal_of(model: nn.Module) -> str:
-    """Why the shortened model will not do; nothing is captured where the check refuses it."""
+    """Return the reason why the shortened model is refused."""
     with prepare_call(model, (X,), {}) as call, pytest.raises(NotFoldable) as refusal:
         capture_shortened(model, call, {})
     return str(refusal.value)
 
 
 @pytest.mark.parametrize("name", SEEN_BY_THE_CHECK)
-def test_the_check_refuses_what_the_shortened_model_does_not_show(name: str) -> None:
+def test_the_check_refuses_models_whose_shortened_capture_would_be_wrong(name: str) -> None:
     walk, says = SEEN_BY_THE_CHECK[name]
     assert says in refusal_of(stack(walk))
 
@@ -262,7 +262,7 @@ def test_the_check_refuses_what_the_shortened_model_does_not_show(name: str) -> 
         *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO_WRONG),
     ],
 )
-def test_without_the_check_the_trace_would_be_wrong(
+def test_without_the_check_the_folded_trace_is_wrong(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = stack(SEEN_BY_THE_CHECK[name][0])
@@ -273,12 +273,12 @@ def test_without_the_check_the_trace_would_be_wrong(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_repeated_is_refused(name: str) -> None:
+def test_layers_that_cannot_be_repeated_are_refused(name: str) -> None:
     walk, says = REFUSED[name]
     assert says in refusal_of(stack(walk))
 
 
-def test_the_graph_shows_readers_outside_where_nothing_is_checked(
+def test_without_the_check_the_graph_shows_readers_outside_the_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shortened, "compare", lambda *_: None)
@@ -288,14 +288,14 @@ def test_the_graph_shows_readers_outside_where_nothing_is_checked(
     )
 
 
-def test_layers_before_one_that_is_unlike_the_rest_are_folded() -> None:
+def test_layers_before_a_different_layer_are_folded() -> None:
     model = stack(SEEN_BY_THE_CHECK["a change at layer 6"][0])
     folded = capture(model, (X,))
     assert str(folded.folding) == "folded: 6 layers of layers"
     assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
-def test_what_is_refused_is_captured_in_full_and_the_trace_says_why() -> None:
+def test_a_refused_model_is_captured_in_full_and_the_trace_gives_the_reason() -> None:
     model = stack(skip_from(-2))
     folded = capture(model, (X,))
     assert "is outside the layers" in str(folded.folding)
@@ -306,7 +306,7 @@ def test_what_is_refused_is_captured_in_full_and_the_trace_says_why() -> None:
     "name",
     [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in FOLDED],
 )
-def test_what_can_be_repeated_is_folded(name: str) -> None:
+def test_layers_that_can_be_repeated_are_folded(name: str) -> None:
     model = stack(FOLDED[name])
     folded = capture(model, (X,))
     assert str(folded.folding) == "folded: 10 layers of layers"
@@ -314,7 +314,7 @@ def test_what_can_be_repeated_is_folded(name: str) -> None:
 
 
 def changed(change: Callable[[Stack], Any], walk: Walk = plain, **settings: Any) -> Stack:
-    """A stack, changed before it is captured."""
+    """Return a stack that `change` was applied to."""
     model = stack(walk, **settings)
     change(model)
     return model
@@ -348,7 +348,7 @@ def drop(model: Stack) -> None:
 
 
 def nest(model: Stack) -> None:
-    """Layers that have lists of equal layers themselves."""
+    """Replace the linear of each layer by a list of equal layers."""
     for layer in model.layers:
         layer.linear = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in range(7)))
 
@@ -389,7 +389,7 @@ CHANGED: dict[str, tuple[Stack, str]] = {
     "name",
     [name if name in CENTRAL else pytest.param(name, marks=pytest.mark.slow) for name in CHANGED],
 )
-def test_layers_that_differ_stay_as_they_are_beside_those_that_are_folded(name: str) -> None:
+def test_equal_layers_are_folded_and_different_layers_are_not(name: str) -> None:
     model, says = CHANGED[name]
     folded = capture(model, (X,))
     assert says in str(folded.folding)
@@ -421,15 +421,13 @@ def test_layers_that_differ_stay_as_they_are_beside_those_that_are_folded(name: 
     ],
     ids=["tied", "the index in forward", "the index in backward", "a number of each", "few"],
 )
-def test_layers_that_are_not_alike_are_captured_in_full_and_it_says_why(
-    model: Stack, says: str
-) -> None:
+def test_different_layers_are_refused_with_the_reason(model: Stack, says: str) -> None:
     assert says in refusal_of(model)
 
 
 class Recording(Stack):
-    """Changes itself at every call, in all the ways that Dynamo puts up with or that only an
-    eager forward does."""
+    """A model that changes its attributes in every call, in ways that Dynamo supports or that only
+    an eager forward runs."""
 
     def __init__(self, walk: Walk = plain, **settings: Any) -> None:
         super().__init__(walk, **settings)
@@ -446,7 +444,7 @@ class Recording(Stack):
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything that a model holds: tensors by identity and value, the rest by value."""
+    """Return the state of a model: tensors by identity and value, the rest by value."""
     tensors = [
         (name, id(t), t.tolist(), t.requires_grad)
         for name, t in (*model.named_parameters(), *model.named_buffers())
@@ -482,7 +480,7 @@ def snapshot(model: nn.Module) -> list[Any]:
     [plain, FOLDED["by index"], SEEN_BY_THE_CHECK["a skip from layer 7"][0]],
     ids=["folded", "counted", "refused"],
 )
-def test_a_model_with_weights_is_as_before(walk: Walk) -> None:
+def test_capture_leaves_a_model_with_weights_unchanged(walk: Walk) -> None:
     model = Recording(walk)
     before, drawn = snapshot(model), (random.getstate(), torch.get_rng_state())
     capture(model, (X,))
@@ -492,7 +490,7 @@ def test_a_model_with_weights_is_as_before(walk: Walk) -> None:
 
 
 class Frozen(dict[str, Any]):
-    """Settings that nobody may change, as diffusers' models hold them."""
+    """Immutable settings, as in the models of diffusers."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("settings are frozen")
@@ -501,7 +499,7 @@ class Frozen(dict[str, Any]):
 
 
 @pytest.mark.parametrize("walk", [plain, collected], ids=["folded", "refused"])
-def test_a_model_whose_settings_refuse_to_be_changed_is_captured_and_keeps_them(walk: Walk) -> None:
+def test_a_model_with_immutable_settings_is_captured_and_keeps_them(walk: Walk) -> None:
     model = stack(walk)
     model.settings = Frozen(num_layers=N)
     folded = capture(model, (X,))
@@ -519,7 +517,7 @@ def fail(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [read_value, fail], ids=["data-dependent", "fails"])
 @pytest.mark.parametrize("number", [6, N - 1])
-def test_a_model_that_cannot_be_captured_is_as_before(
+def test_a_failed_capture_leaves_the_model_unchanged(
     change: Callable[[Tensor], Tensor], number: int
 ) -> None:
     model = Recording(at(number, change))
@@ -530,7 +528,7 @@ def test_a_model_that_cannot_be_captured_is_as_before(
     assert snapshot(model) == before
 
 
-def test_hooks_for_the_check_are_gone_afterwards() -> None:
+def test_hooks_of_the_check_are_removed_afterwards() -> None:
     seen = (
         len(torch.nn.modules.module._global_forward_pre_hooks),
         len(torch.nn.modules.module._global_forward_hooks),
@@ -560,7 +558,7 @@ def test_a_model_that_is_itself_a_list_is_folded() -> None:
 
 
 def lists(**kinds: str) -> nn.Module:
-    """Lists of linears, a letter for each; equal letters are equal layers."""
+    """Return lists of linear layers. Equal letters are equal layers."""
     layers = {
         letter: number + 1 for number, letter in enumerate(sorted(set("".join(kinds.values()))))
     }
@@ -593,6 +591,6 @@ def test_runs_are_found_with_their_period(word: str, runs: list[tuple[int, int, 
     assert bool(reason) == (not runs)
 
 
-def test_every_list_has_its_own_runs() -> None:
+def test_each_list_of_layers_has_its_own_runs() -> None:
     found, _ = find_runs(lists(encoder="aaaaaaaa", decoder="bbbbbbbbb", few="aa"))
     assert [str(run) for run in found] == ["8 layers of encoder", "9 layers of decoder"]

@@ -1,4 +1,4 @@
-"""Gradients that forward takes itself, as penalties and equations of physics do: backward goes
+"""Gradients computed in forward, for example for gradient penalties: backward differentiates
 through them."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ of_tensors = pytest.mark.skipif(
 
 
 class Net(nn.Module):
-    """Equal layers and what `loss` makes of them and of the batch."""
+    """A model with equal layers and a `loss` of the model and the batch."""
 
     def __init__(self, loss: Callable[[nn.Module, Tensor], Any], num_layers: int = 2) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _twice(net: Any, x: Tensor) -> Tensor:
         ),
     ],
 )
-def test_backward_goes_through_the_gradients_that_forward_takes(
+def test_backward_differentiates_through_gradients_computed_in_forward(
     loss: Callable[[nn.Module, Tensor], Any],
 ) -> None:
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_backward_goes_through_the_gradients_that_forward_takes(
 
 
 @of_tensors
-def test_they_are_there_in_inference_too() -> None:
+def test_gradients_in_forward_are_computed_in_inference() -> None:
     model, batch = Net(_forces).double(), (torch.randn(4, 4, dtype=torch.float64),)
     report = autopar.verify(
         autopar.plan(model, MESH, example_inputs=batch, inference=True), model, batch
@@ -153,7 +153,7 @@ def test_they_are_there_in_inference_too() -> None:
         (_twice, "autograd.grad consumed", "torch.autograd.grad(score", "create_graph=True"),
     ],
 )
-def test_what_is_refused_of_gradients_names_the_line_and_what_works(
+def test_unsupported_gradient_calls_are_refused_with_the_line_and_a_remedy(
     loss: Callable[[nn.Module, Tensor], Any], complaint: str, line: str, remedy: str, fold: bool
 ) -> None:
     batch = torch.randn(4, 4)

@@ -1,5 +1,5 @@
-"""Inputs that describe the structure of a batch: where forward reads them, the graph is for what
-the batch holds; data are not read."""
+"""Inputs that describe the structure of a batch, for example sizes. If forward reads their values,
+the graph is for these values. Values of data are not read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = [[1, 2], [2, 5]]
 
 
 class Layer(nn.Module):
-    """A part of what it gives for each size, in one tensor again."""
+    """A layer that splits its result by sizes, centers each part and concatenates the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def net(does: Callable[..., Tensor], num_layers: int = 1) -> Net:
 
 
 @pytest.mark.parametrize("does", [splits, splits_by_tensors, branches, numbers])
-def test_shapes_and_branches_may_follow_from_rows_of_sizes(does: Callable[..., Tensor]) -> None:
+def test_shapes_and_branches_may_depend_on_an_input_of_sizes(does: Callable[..., Tensor]) -> None:
     model = net(does)
     plan = autopar.plan(
         model,
@@ -88,21 +88,21 @@ def test_shapes_and_branches_may_follow_from_rows_of_sizes(does: Callable[..., T
 
 
 @pytest.mark.slow
-def test_equal_layers_that_read_them_are_captured_a_few_at_a_time() -> None:
+def test_equal_layers_that_read_sizes_are_folded() -> None:
     model = net(splits, num_layers=8)
     folded, full = (capture(model, batch(), fold=fold) for fold in (True, False))
     assert str(folded.folding).startswith("folded")
     assert folded.fingerprint == full.fingerprint
 
 
-def test_each_set_of_sizes_has_a_program_of_its_own() -> None:
+def test_each_set_of_sizes_has_its_own_program() -> None:
     model = net(splits)
     pm = autopar.compile(model, example_inputs=batch(), hardware="cpu-gloo")
     for sizes in (SIZES, OTHERS, SIZES):
         torch.testing.assert_close(pm(*batch(sizes)), model(*batch(sizes)))
 
 
-def test_a_plan_is_for_its_sizes_though_the_graph_be_the_same() -> None:
+def test_a_plan_is_refused_for_other_sizes_even_if_the_graph_is_the_same() -> None:
     model, others = net(splits), batch([[1, 4], [4, 2]])
     plan = autopar.plan(model, 2, example_inputs=batch(), hardware="cpu-gloo")
     with pytest.raises(autopar.errors.PlanError):
@@ -118,7 +118,7 @@ def test_a_plan_is_for_its_sizes_though_the_graph_be_the_same() -> None:
     ],
     ids=["floats", "tokens", "without values"],
 )
-def test_of_other_inputs_nothing_is_known(sizes: Tensor) -> None:
+def test_values_of_other_inputs_are_not_read(sizes: Tensor) -> None:
     def splits_first(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         return torch.stack(
             [part.std() for part in layers[0].linear(x).split(sizes.reshape(-1)[:2].int().tolist())]
@@ -128,7 +128,7 @@ def test_of_other_inputs_nothing_is_known(sizes: Tensor) -> None:
         capture(net(splits_first), (batch()[0], sizes))
 
 
-def test_what_follows_from_weights_too_is_not_known() -> None:
+def test_values_that_depend_on_weights_are_not_read() -> None:
     def picks_by_weights(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         return x[: (sizes[0, 0] + (layers[0].linear.weight[0, 0] > 0)).item()].std()
 
@@ -136,7 +136,7 @@ def test_what_follows_from_weights_too_is_not_known() -> None:
         capture(net(picks_by_weights), batch())
 
 
-def test_what_masks_of_data_pick_is_not_read() -> None:
+def test_masks_of_data_are_not_read() -> None:
     def picks(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         return layers[0].linear(x)[sizes[:, 0] > 1].cumsum(0).sum()
 
@@ -147,7 +147,7 @@ def test_what_masks_of_data_pick_is_not_read() -> None:
         )
 
 
-def test_sizes_that_nothing_follows_from_stay_data() -> None:
+def test_sizes_that_no_shape_depends_on_stay_data() -> None:
     def computes(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         return (layers[0].linear(x) * sizes.sum()).square().mean()
 
@@ -156,12 +156,12 @@ def test_sizes_that_nothing_follows_from_stay_data() -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch": "local"}, {"num_microbatches": 2}])
-def test_of_parts_of_a_batch_they_are_not_read(options: dict[str, Any]) -> None:
+def test_sizes_are_refused_for_a_split_batch(options: dict[str, Any]) -> None:
     with pytest.raises(AutoparError, match="forward reads the values of '1'"):
         autopar.plan(net(splits), 2, example_inputs=batch(), hardware="cpu-gloo", **options)
 
 
-def test_a_refusal_tells_which_inputs_the_values_follow_from() -> None:
+def test_the_error_names_the_inputs_that_the_value_depends_on() -> None:
     def reads_tokens(layers: Any, x: Tensor, sizes: Tensor) -> Tensor:
         y = layers[0].linear(x)
         return y * 2 if (sizes > 3).any() else y

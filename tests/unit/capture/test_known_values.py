@@ -1,5 +1,5 @@
-"""Values that forward makes of plain numbers are known where it reads them; all others are
-refused, or stay tensors."""
+"""Tensor values that forward computes from plain numbers are known at capture. Reads of other
+values are refused, or the values stay tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [1, 2, 3]
 
 
 class Net(nn.Module):
-    """Layers, and what `does` makes of what they give and of sizes, a plain list."""
+    """A model that passes the result of its layers and a plain list of sizes to `does`."""
 
     def __init__(self, does: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def splits(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def orders_by_windows(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """As attention in windows does: numbers that are padded, and those of the padding left out."""
+    """Reorder rows by padded indices without the padding, as window attention does."""
     order = nn.functional.pad(torch.arange(len(x)), (0, 2), value=-100).view(2, 4).T.reshape(-1)
     return x[order[order != -100]].cumsum(0).square().mean()
 
@@ -57,7 +57,7 @@ def branches(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def changes_what_it_picked(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The numbers are read before they change, and after."""
+    """Read the numbers before and after they change."""
     numbers = torch.tensor(sizes)
     rows = numbers[numbers > 1]
     before = x[rows].cumsum(0).mean()
@@ -71,7 +71,7 @@ def repeats(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def writes_to_what_it_picked(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Of how many rows there are nothing is lost."""
+    """Write to selected numbers. Their count stays known."""
     known = torch.tensor(sizes)
     rows = known[known > 1]
     rows += 1
@@ -90,7 +90,7 @@ def writes_to_what_it_picked(x: Tensor, sizes: Sequence[int]) -> Tensor:
         writes_to_what_it_picked,
     ],
 )
-def test_shapes_and_branches_may_follow_from_numbers_that_forward_makes_a_tensor_of(
+def test_shapes_and_branches_may_depend_on_tensors_of_plain_numbers(
     does: Callable[..., Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -118,12 +118,16 @@ def writes_into_a_view(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("does", [writes_a_value, writes_into_a_view])
-def test_what_is_written_to_is_known_no_more(does: Callable[..., Tensor]) -> None:
+def test_a_tensor_with_unknown_values_written_to_it_is_no_longer_known(
+    does: Callable[..., Tensor],
+) -> None:
     with pytest.raises(CaptureError):
         capture(Net(does), (torch.randn(6, 4), SIZES))
 
 
-def test_masks_of_very_long_sequences_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_very_long_sequences_are_not_evaluated_at_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(constants, "_MOST_WORK", 30)
     monkeypatch.setattr(constants, "_MOST_WORK_READ", 30)
 
@@ -148,7 +152,7 @@ class Doubling(TorchFunctionMode):
 MODE = Doubling()
 
 
-def test_operators_within_a_mode_of_functions_are_captured_the_first_time_too(
+def test_operators_under_a_torch_function_mode_are_captured_at_the_first_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def under_a_mode(x: Tensor, sizes: Sequence[int]) -> Tensor:

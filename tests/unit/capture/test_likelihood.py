@@ -1,5 +1,5 @@
-"""Likelihoods that are no cross entropy over the last dim: in pieces, equal to torch's, ignored
-labels and class weights included."""
+"""Likelihoods other than cross entropy over the last dim are decomposed and equal those of torch,
+with ignored labels and class weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Model(nn.Module):
-    """A parameter per logit, weights, and a loss of them."""
+    """A model with one parameter per logit, class weights, and a loss."""
 
     def __init__(self, shape: tuple[int, ...], loss: Loss, weight: Tensor | None) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25], dtype=torch.float64)
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_a_class_per_pixel(reduction: str, weight: Tensor | None) -> None:
+def test_cross_entropy_with_one_class_per_pixel(reduction: str, weight: Tensor | None) -> None:
     check(
         (2, 5, 2, 3), PIXELS, lambda x, y, w: F.cross_entropy(x, y, w, reduction=reduction), weight
     )
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_label_smoothing(weight: Tensor | None) -> None:
+def test_cross_entropy_with_label_smoothing(weight: Tensor | None) -> None:
     check(
         (4, 5),
         torch.tensor([0, 3, -100, 4]),
@@ -72,7 +72,7 @@ def test_label_smoothing(weight: Tensor | None) -> None:
     )
 
 
-def test_losses_one_by_one() -> None:
+def test_cross_entropy_without_reduction() -> None:
     check(
         (2, 5, 2, 3),
         PIXELS,
@@ -82,7 +82,7 @@ def test_losses_one_by_one() -> None:
     )
 
 
-def test_an_ignored_row_may_hold_an_impossible_class() -> None:
+def test_an_ignored_row_may_contain_a_logit_of_minus_infinity() -> None:
     impossible = torch.tensor([[0.0, 0, 0], [-torch.inf, 0, 0]], dtype=torch.float64)
     check(
         (2, 3),
@@ -92,13 +92,12 @@ def test_an_ignored_row_may_hold_an_impossible_class() -> None:
     )
 
 
-def test_no_label_at_all_gives_torchs_nan_and_gradient() -> None:
+def test_only_ignored_labels_give_the_nan_loss_and_the_gradient_of_torch() -> None:
     check((2, 5, 2, 3), torch.full((2, 2, 3), -100), F.cross_entropy)
 
 
-def test_labels_that_count_are_counted_in_the_dtype_of_the_sum_at_once() -> None:
-    """In bfloat16 there may be more of them than it has numbers, and a second cast would be a
-    kernel for nothing."""
+def test_labels_are_counted_in_the_dtype_of_the_sum_without_a_second_cast() -> None:
+    """bfloat16 cannot represent large counts, and a second cast would cost a kernel."""
     model = Model((2, 5, 2, 3), lambda x, y, _: F.cross_entropy(x.to(torch.bfloat16), y), None)
     nodes = [
         node

@@ -1,5 +1,5 @@
-"""Bags, masked rows and parts put together again: the graph computes what the model computes,
-without the ops that make a dim whole."""
+"""Embedding bags, masked rows and reassembled parts: the graph matches the model without ops that
+need an unsharded dim."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """One table, and a function of it and the batch."""
+    """A model with one table and a function of the table and the batch."""
 
     def __init__(self, step: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def captured(step: Callable[..., Tensor], **replaced: Tensor) -> Trace:
-    """The trace, after its outputs and gradient were found equal to the model's."""
+    """Check that outputs and gradient match the model, and return the trace."""
     torch.manual_seed(0)
     model = Model(step)
     batch = {
@@ -55,7 +55,7 @@ def targets(trace: Trace) -> set[Any]:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_of_equal_length_are_lookups_that_are_pooled(mode: str) -> None:
+def test_bags_of_equal_length_become_lookups_and_a_reduction(mode: str) -> None:
     found = targets(
         captured(lambda table, x, ids: F.embedding_bag(ids, table, mode=mode) * x[:, 0])
     )
@@ -66,13 +66,13 @@ def test_bags_of_equal_length_are_lookups_that_are_pooled(mode: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"mode": "max"}, {"padding_idx": 3}, {"mode": "sum", "scale_grad_by_freq": True}]
 )
-def test_other_bags_stay(settings: dict[str, Any]) -> None:
+def test_unsupported_bags_stay_unchanged(settings: dict[str, Any]) -> None:
     assert aten._embedding_bag.default in targets(
         captured(lambda table, x, ids: F.embedding_bag(ids, table, **settings) * x[:, 0])
     )
 
 
-def test_bags_that_begin_where_the_batch_says_stay() -> None:
+def test_bags_with_offsets_from_the_batch_stay_unchanged() -> None:
     trace = captured(
         lambda table, x, ids: F.embedding_bag(
             ids.flatten(), table, x.abs().long()[:, 0, 0].cumsum(0) * 0, mode="sum"
@@ -82,7 +82,7 @@ def test_bags_that_begin_where_the_batch_says_stay() -> None:
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_rows_scattered_where_a_mask_says_are_looked_up(expanded: bool) -> None:
+def test_rows_scattered_by_a_mask_become_lookups(expanded: bool) -> None:
     def step(table: Tensor, x: Tensor, ids: Tensor) -> Tensor:
         mask = (ids % 2 == 0).unsqueeze(-1)
         return x.masked_scatter(mask.expand_as(x) if expanded else mask, table * 2) * x.cos()
@@ -92,7 +92,7 @@ def test_rows_scattered_where_a_mask_says_are_looked_up(expanded: bool) -> None:
     assert not {aten.masked_scatter.default, aten.masked_scatter_backward.default} & found
 
 
-def test_elements_scattered_one_by_one_stay() -> None:
+def test_elements_scattered_by_a_mask_stay_unchanged() -> None:
     trace = captured(lambda table, x, ids: x.masked_scatter(x > 0, table.repeat(2, 1)))
     assert aten.masked_scatter.default in targets(trace)
 
@@ -116,11 +116,11 @@ _PARTS = {
     ],
     ids=["entries one after the other", "entries stacked", "entries of another dim", "slices"],
 )
-def test_a_tensor_taken_apart_and_put_together_is_itself(loop: Callable[[Tensor], Tensor]) -> None:
+def test_a_tensor_split_and_reassembled_is_the_tensor(loop: Callable[[Tensor], Tensor]) -> None:
     assert not _PARTS & targets(captured(lambda table, x, ids: loop(table[:4, None] * x) * 3))
 
 
-def test_slices_stacked_are_a_view() -> None:
+def test_stacked_slices_become_a_view() -> None:
     assert aten.stack.default not in targets(
         captured(lambda table, x, ids: torch.stack([(y := table[:4, None] * x)[:2], y[2:]]) * 3)
     )
@@ -137,11 +137,11 @@ def test_slices_stacked_are_a_view() -> None:
     ],
     ids=["another order", "one is missing", "along another dim", "one twice", "a sum"],
 )
-def test_parts_in_another_order_or_number_stay_parts(loop: Callable[[Tensor], Tensor]) -> None:
+def test_parts_reassembled_differently_stay_unchanged(loop: Callable[[Tensor], Tensor]) -> None:
     assert aten.select.int in targets(captured(lambda table, x, ids: loop(table[:4, None] * x) * 3))
 
 
-def test_strides_that_read_a_contiguous_tensor_in_order_are_a_view() -> None:
+def test_as_strided_that_reads_a_contiguous_tensor_in_order_becomes_a_view() -> None:
     found = targets(
         captured(lambda table, x, ids: (table * 2).as_strided((6, 12), (12, 1)) * x.sum())
     )
@@ -151,12 +151,14 @@ def test_strides_that_read_a_contiguous_tensor_in_order_are_a_view() -> None:
 @pytest.mark.parametrize(
     ("size", "stride"), [((6, 12), (1, 6)), ((6, 6), (6, 1)), ((10, 6), (6, 1))]
 )
-def test_other_strides_stay(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+def test_as_strided_with_other_strides_stays_unchanged(
+    size: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
     trace = captured(lambda table, x, ids: (table * 2).as_strided(size, stride) * x.sum())
     assert aten.as_strided.default in targets(trace)
 
 
-def test_bags_of_forward_alone_are_lookups_too() -> None:
+def test_bags_become_lookups_in_inference() -> None:
     trace = capture(
         nn.EmbeddingBag(10, 4, mode="sum"), (torch.tensor([[1, 2, 3], [0, 9, 9]]),), inference=True
     )

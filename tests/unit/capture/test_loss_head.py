@@ -1,5 +1,5 @@
-"""A trace whose loss goes by rows computes what the trace does; what cannot go by rows is told
-why."""
+"""A trace with a loss computed by rows matches the original trace. If a loss cannot be computed by
+rows, the reason is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY, WIDTH = 24, 8
 
 
 class Head(nn.Module):
-    """A table of rows, a linear layer, and a loss of their logits."""
+    """A model with an embedding, a linear layer, and a loss of the logits."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Head(nn.Module):
         self.loss = loss
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """The loss alone."""
+        """Return only the loss."""
         return self.loss(self.head(self.table(ids)), labels)
 
 
@@ -74,7 +74,7 @@ def results(
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_loss_and_gradients_by_rows_are_those_at_once(kind: str, rows: int) -> None:
+def test_loss_and_gradients_by_rows_equal_those_of_the_whole_loss(kind: str, rows: int) -> None:
     model, batch = getattr(zoo_small, kind)()
     whole = with_loss_only(traced(model, batch))
     if kind == "bert":  # its head has a bias
@@ -102,7 +102,7 @@ WIDENED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", WIDENED)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-def test_reductions_and_dtypes(
+def test_the_loss_by_rows_supports_reductions_and_dtypes(
     reduction: str, how: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     model = Head(
@@ -121,7 +121,7 @@ def test_reductions_and_dtypes(
         )
 
 
-def test_the_trace_itself_stays_as_it_was() -> None:
+def test_the_original_trace_is_unchanged() -> None:
     model, batch = Head(plain), tokens()
     trace = traced(model, batch)
     before = str(trace.graph)
@@ -131,7 +131,7 @@ def test_the_trace_itself_stays_as_it_was() -> None:
     assert len({n.meta["key"] for n in changed.graph.nodes}) == len(list(changed.graph.nodes))
 
 
-def test_the_loss_alone_leaves_none_for_other_outputs() -> None:
+def test_loss_alone_replaces_other_outputs_by_none() -> None:
     model, batch = zoo_small.gpt2()
     trace = traced(model, batch)
     alone = with_loss_only(trace)
@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
                 * torch.arange(10.0)
             ).mean()
         ),
-        "",  # torch spells it without the pieces
+        "",  # torch decomposes it differently
     ),
     "float16": (Head(plain, dtype=torch.float16), "could overflow"),
     "a second reader": (Head(lambda x, y: plain(x, y) + 1e-3 * x.square().mean()), "also read by"),
@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_go_by_rows_says_why(name: str) -> None:
+def test_a_loss_that_cannot_be_computed_by_rows_gives_the_reason(name: str) -> None:
     model, why = REFUSED[name]
     trace = traced(model, tokens())
     heads, refusals = heads_of(trace)
@@ -183,6 +183,6 @@ def test_what_cannot_go_by_rows_says_why(name: str) -> None:
         loss_by_rows(trace, 2)
 
 
-def test_returned_logits_are_told_how_to_be_dropped() -> None:
+def test_the_reason_for_returned_logits_names_the_option_that_drops_them() -> None:
     model, batch = zoo_small.llama()
     assert 'outputs="loss"' in heads_of(traced(model, batch))[1][0]

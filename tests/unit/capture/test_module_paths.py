@@ -1,4 +1,4 @@
-"""Nodes belong to the innermost module of the model, by whatever name forward reaches a module."""
+"""Nodes belong to the innermost module of the model, however forward accesses a module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_modules_outside_the_model_count_for_the_module_that_calls_them(call: str) -> None:
+def test_nodes_of_modules_outside_the_model_belong_to_the_calling_module(call: str) -> None:
     model = nn.Sequential(Layer(call), nn.Linear(8, 1))
     trace = capture(model, (torch.randn(4, 8),), {})
     calls = [node for node in trace.graph.nodes if node.op == "call_function"]

@@ -1,5 +1,4 @@
-"""The normal form of the four model families: it computes what the model computes, and nothing
-is flattened in it."""
+"""The normal form of the four model families matches the models and flattens no dims."""
 
 from __future__ import annotations
 
@@ -46,13 +45,12 @@ def _max_rel(got: Tensor, want: Tensor, floor: float) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    # The families cast to float32 in norms or the loss even in a double model, but for BERT and
-    # ViT.
+    # All families except BERT and ViT cast to float32 in norms or the loss of a float64 model.
     ("dtype", "tolerance", "exact"),
     [(torch.float32, 1e-5, 1e-5), (torch.float64, 2e-6, 1e-9), (torch.bfloat16, 4e-2, 4e-2)],
     ids=["float32", "float64", "bfloat16"],
 )
-def test_loss_outputs_and_every_gradient_equal_the_models(
+def test_loss_outputs_and_gradients_match_the_model(
     family: str, dtype: torch.dtype, tolerance: float, exact: float
 ) -> None:
     model, batch, trace = _captured(family, dtype)
@@ -78,7 +76,7 @@ def test_loss_outputs_and_every_gradient_equal_the_models(
         gradient,
     ) in (
         gradients.items()
-    ):  # key biases have a true gradient of zero: the floor is relative to the largest
+    ):  # the exact gradient of key biases is zero, so the floor is relative to the largest one
         assert gradient.shape == wanted[name].shape and gradient.dtype == wanted[name].dtype
         assert _max_rel(gradient, wanted[name], 1e-2 * largest) < limit, name
 
@@ -131,7 +129,7 @@ def test_only_ops_of_the_normal_form_are_left(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weight_gradients_come_in_the_parameters_orientation(family: str) -> None:
+def test_weight_gradients_have_the_orientation_of_the_parameters(family: str) -> None:
     _, _, trace = _captured(family)
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     for entry in trace.parameters:
@@ -142,7 +140,7 @@ def test_weight_gradients_come_in_the_parameters_orientation(family: str) -> Non
             )
 
 
-def test_gpt2_fused_projections_are_seen_by_their_parts() -> None:
+def test_fused_projections_of_gpt2_have_views_with_a_dim_of_parts() -> None:
     _, _, trace = _captured("gpt2")
     views = {
         entry.name: (entry.shape, entry.view)
@@ -167,7 +165,7 @@ def test_gpt2_fused_projections_are_seen_by_their_parts() -> None:
     )
 
 
-def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its_parts() -> None:
+def test_a_fused_linear_without_bias_has_a_view_with_a_dim_of_parts() -> None:
     class GateUp(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +186,7 @@ def test_a_fused_projection_stored_the_other_way_and_without_bias_is_seen_by_its
 
 
 class Sliced(nn.Module):
-    """A fused projection that is read by slices, in another order than they are stored."""
+    """A model that reads a fused projection by slices in any order."""
 
     def __init__(self, bias: bool, cuts: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
@@ -211,7 +209,7 @@ class Sliced(nn.Module):
     ],
     ids=["in order", "out of order", "overlapping", "twice"],
 )
-def test_slices_that_are_the_parts_of_a_fused_projection_are_its_parts(
+def test_slices_that_partition_a_fused_projection_become_its_parts(
     cuts: tuple[tuple[int, int], ...], bias: bool, seen: bool
 ) -> None:
     model, x = Sliced(bias, cuts).double(), torch.randn(2, 3, 6).double()
@@ -227,7 +225,7 @@ def test_slices_that_are_the_parts_of_a_fused_projection_are_its_parts(
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-def test_uneven_parts_stay_as_they_are() -> None:
+def test_uneven_parts_of_a_projection_stay_unchanged() -> None:
     class Uneven(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,7 +243,7 @@ def test_uneven_parts_stay_as_they_are() -> None:
     torch.testing.assert_close(gradients["fused.weight"], model.fused.weight.grad)
 
 
-def test_attention_written_out_is_dots_over_heads() -> None:
+def test_attention_written_as_matmuls_becomes_dots_over_heads() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -268,7 +266,7 @@ def test_attention_written_out_is_dots_over_heads() -> None:
 
 
 @pytest.mark.slow
-def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
+def test_llama_is_causal_without_a_mask_and_reads_a_given_mask() -> None:
     model, batch, trace = _captured("llama")
     attention = [node for node in trace.graph.nodes if node.target is ops.attention]
     assert [node.args[3:5] for node in attention] == [(None, True)] * 2
@@ -285,7 +283,7 @@ def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["by name", "by position", "inside a module"])
-def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) -> None:
+def test_packed_sequences_are_recognized_however_positions_are_passed(how: str) -> None:
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -318,7 +316,7 @@ def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) 
 
 
 @pytest.mark.slow
-def test_a_llama_layer_is_small() -> None:
+def test_a_llama_layer_has_fewer_than_150_nodes() -> None:
     _, _, trace = _captured("llama", torch.bfloat16)
     layers = Counter(
         ".".join(node.meta["module"].split(".")[:3])
@@ -341,14 +339,14 @@ def test_a_model_on_meta_gives_the_same_graph_and_stays_on_meta() -> None:
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-def test_caches_are_off_in_the_graph_and_the_config_is_as_before() -> None:
+def test_caches_are_off_in_the_graph_and_the_config_is_unchanged() -> None:
     model, batch = ZOO.gpt2(num_layers=1, use_cache=True)
     trace = capture(model, (), batch)
     assert {output.path for output in trace.outputs} == {"loss", "logits"}
     assert model.config.use_cache is True
 
 
-def test_nodes_carry_the_models_module_paths() -> None:
+def test_nodes_have_the_module_paths_of_the_model() -> None:
     model, _, trace = _captured("llama")
     known = {
         "",
@@ -366,7 +364,7 @@ def test_nodes_carry_the_models_module_paths() -> None:
 
 
 class _Gates(nn.Module):
-    """Two fused projections that read one activation."""
+    """A model with two fused projections of one activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +377,7 @@ class _Gates(nn.Module):
         return (a * b.sigmoid() + c * d.sigmoid()).pow(2).mean()
 
 
-def test_two_fused_projections_of_one_activation_are_each_seen_by_their_parts() -> None:
+def test_two_fused_projections_of_one_activation_have_views_with_a_dim_of_parts() -> None:
     model, x = _Gates().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     trace = capture(model, (x,))
     assert {e.name for e in trace.parameters if e.view == (2, 4, 8)} == {
@@ -392,7 +390,7 @@ def test_two_fused_projections_of_one_activation_are_each_seen_by_their_parts() 
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_where_every_label_is_ignored_the_loss_is_nan_and_its_gradient_zero_as_in_torch() -> None:
+def test_if_all_labels_are_ignored_the_loss_is_nan_and_the_gradient_zero_as_in_torch() -> None:
     class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,5 +1,4 @@
-"""Rows that a mask picks: what is computed of them is what the model computes, in loss and
-gradients, on fixed shapes."""
+"""Rows selected by a mask: loss and gradients match the model, with static shapes."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def put_numbers(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def routed(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """Experts as they are written out: a loop over them, each of which takes the rows that pick
-    it."""
+    """Run experts in a loop. Each expert processes the rows that are routed to it."""
     tokens = x.flatten(0, 1)
     weights, picks = net.up(tokens).softmax(-1).topk(2)
     made = torch.zeros(len(tokens), CLASSES, dtype=x.dtype)
@@ -74,7 +72,7 @@ def scattered(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def normed_apart(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """What a mask picks goes one way, all else another, as tokens of sounds and of texts do."""
+    """Process selected rows and the other rows differently, as for tokens of audio and text."""
     hidden = net.up(x)
     hidden = hidden.masked_scatter(mask.unsqueeze(-1), net.norm(hidden[mask]).to(hidden.device))
     hidden = hidden.masked_scatter(~mask.unsqueeze(-1), net.up(x[~mask]).tanh())
@@ -82,7 +80,7 @@ def normed_apart(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def mask_made_twice(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """Each ``~mask`` and each comparison is a tensor of its own."""
+    """Compute ``~mask`` and equal comparisons several times."""
     hidden = net.up(x).clone()
     hidden[~mask] = net.norm(hidden[~mask])
     hidden[labels == 3] += net.up(x[labels == 3]).tanh()
@@ -93,7 +91,7 @@ def mask_made_twice(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor
 
 
 def mask_changed_between(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """``~mask`` is computed twice, of other values."""
+    """Compute ``~mask`` twice, with different values."""
     mask, hidden = mask.clone(), net.up(x)
     first = net.norm(hidden[~mask]).square().mean()
     mask[:, 1:3] = True
@@ -101,7 +99,7 @@ def mask_changed_between(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> T
 
 
 def repeated(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """A query for each row, of a vector and of a matrix."""
+    """Repeat a vector and a matrix for each selected row."""
     rows = net.up(x)[mask]
     queries = net.table.weight[None].repeat(len(rows), 1, 1) @ rows[..., None]
     each = net.norm.weight.repeat(len(rows), 1) * rows.repeat(1, 2)[:, :CLASSES]
@@ -214,23 +212,23 @@ NUMBERS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("way", NUMBERS)
-def test_a_number_that_is_read_from_a_tensor_is_the_tensor_without_a_gradient(way: str) -> None:
+def test_a_number_read_from_a_tensor_becomes_the_detached_tensor(way: str) -> None:
     compared(NUMBERS[way], batch())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_computed_of_picked_rows_is_the_models(way: str) -> None:
+def test_ops_on_selected_rows_match_the_model(way: str) -> None:
     compared(WAYS[way], batch())
 
 
 @pytest.mark.parametrize(
     "way", ["columns, then rows", "cross entropy, summed", "put back", "experts", "labels"]
 )
-def test_where_nothing_is_picked_it_is_the_models_too(way: str) -> None:
+def test_ops_match_the_model_if_no_row_is_selected(way: str) -> None:
     x, mask, labels = batch(none=True)
     if way in ("columns, then rows", "cross entropy, summed"):
         compared(lambda net, x, m, y: WAYS[way](net, x, m, y).nan_to_num(), (x, mask, labels))
-    elif way == "labels":  # the mean of nothing is no number
+    elif way == "labels":  # the mean of no rows is nan
         net = Net(WAYS[way])
         outputs, *_ = execute(
             capture(net, (x, mask, labels)), dict(net.named_parameters()), {}, (x, mask, labels)
@@ -243,7 +241,7 @@ def test_where_nothing_is_picked_it_is_the_models_too(way: str) -> None:
 @pytest.mark.parametrize(
     "way", ["cross entropy", "mean", "put back", "experts", "logarithms of what is positive"]
 )
-def test_every_part_of_a_split_batch_leaves_out_what_was_not_picked(way: str) -> None:
+def test_each_shard_of_a_split_batch_ignores_rows_that_were_not_selected(way: str) -> None:
     torch.manual_seed(0)
     net, inputs = Net(WAYS[way]), batch()
     how: dict[str, Any] = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
@@ -253,14 +251,14 @@ def test_every_part_of_a_split_batch_leaves_out_what_was_not_picked(way: str) ->
 
 
 @pytest.mark.parametrize("way", ["cross entropy", "squares", "columns, then rows"])
-def test_a_batch_may_be_cut_where_no_row_can_do_harm(way: str) -> None:
+def test_a_batch_with_selected_rows_can_be_split_into_microbatches(way: str) -> None:
     torch.manual_seed(0)
     net, inputs = Net(WAYS[way]), batch()
     plan = autopar.plan(net, 2, example_inputs=inputs, hardware="cpu-gloo", num_microbatches=2)
     assert "2 microbatches" in str(plan) and autopar.verify(plan, net, inputs).ok
 
 
-def test_the_log_says_where_and_how_many_rows_are_computed(
+def test_the_log_gives_the_line_and_the_number_of_computed_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="autopar"):
@@ -293,7 +291,7 @@ def test_the_log_says_where_and_how_many_rows_are_computed(
         ),
     ],
 )
-def test_what_does_not_treat_rows_apart_is_refused_with_op_and_line(
+def test_ops_that_mix_selected_rows_are_refused_with_op_and_line(
     loss: Callable[..., Tensor], op: str
 ) -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor") as refusal:

@@ -1,5 +1,4 @@
-"""Look-ups by position: the graph computes what the model computes, by ops that can work on a
-part of the samples."""
+"""Lookups by position: the graph matches the model with ops that can be split by samples."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ INDEXED = {aten.index.Tensor, aten.index_put.default}
 
 
 class Model(nn.Module):
-    """One table, and a function of it and the batch."""
+    """A model with one table and a function of the table and the batch."""
 
     def __init__(self, step: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -31,7 +30,7 @@ class Model(nn.Module):
 
 
 def targets(step: Callable[..., Tensor], **replaced: Tensor) -> set[Any]:
-    """The ops of the trace, after its outputs and gradients were found equal to the model's."""
+    """Check that outputs and gradients match the model, and return the ops of the trace."""
     torch.manual_seed(0)
     model = Model(step)
     batch = {
@@ -60,12 +59,12 @@ def targets(step: Callable[..., Tensor], **replaced: Tensor) -> set[Any]:
     ],
     ids=["each once", "repeated", "from two on", "every other"],
 )
-def test_rows_of_a_table_by_places_are_looked_up(places: Callable[[], Tensor]) -> None:
+def test_table_rows_indexed_by_positions_become_lookups(places: Callable[[], Tensor]) -> None:
     found = targets(lambda table, x, ids: table[places()] * x)
     assert {ops.embedding, ops.embedding_backward} <= found and not INDEXED & found
 
 
-def test_places_that_count_from_the_end_and_ids_of_the_batch_stay() -> None:
+def test_negative_positions_and_ids_of_the_batch_stay_index_ops() -> None:
     assert targets(lambda table, x, ids: table[torch.arange(-2, S - 2)] * x) >= INDEXED
     assert targets(lambda table, x, ids: table[ids].unsqueeze(1) * x) >= INDEXED
 
@@ -82,7 +81,9 @@ PICKS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", PICKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_what_each_sample_picks_is_gathered_from_the_end_too(name: str, dtype: torch.dtype) -> None:
+def test_one_index_per_sample_becomes_a_gather_also_for_negative_indices(
+    name: str, dtype: torch.dtype
+) -> None:
     found = targets(PICKS[name], ids=torch.tensor([-1, 0, S - 1, -S], dtype=dtype))
     assert {aten.gather.default, aten.scatter_add.default} <= found and not INDEXED & found
 
@@ -98,5 +99,5 @@ def test_what_each_sample_picks_is_gathered_from_the_end_too(name: str, dtype: t
     ],
     ids=["of some samples", "of the first", "of others", "of all by all", "of another sample"],
 )
-def test_what_is_picked_otherwise_stays(step: Callable[..., Tensor]) -> None:
+def test_other_index_patterns_stay_index_ops(step: Callable[..., Tensor]) -> None:
     assert targets(step) >= INDEXED

@@ -1,5 +1,5 @@
-"""What forward prints, logs and appends, and functions of its own that get one tensor twice: no
-reason to refuse a model."""
+"""Prints, logs and appends in forward, and custom functions that get one tensor twice, are
+captured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prints(y: Tensor) -> Tensor:
     return y
 
 
-def test_what_forward_prints_is_left_out_and_said_once(
+def test_prints_of_forward_are_dropped_with_one_warning(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = capture(Net(prints), (torch.randn(3, 4),))
@@ -60,10 +60,10 @@ class Product(torch.autograd.Function):
             3 * grads[0] * a * ctx.scale,
             None,
             grads[0] * 5,
-        )  # each another, so that none is lost unseen
+        )  # all gradients differ, so that a lost one is detected
 
 
-def test_a_function_of_the_users_own_may_get_one_tensor_several_times() -> None:
+def test_a_custom_function_may_get_one_tensor_several_times() -> None:
     torch.manual_seed(0)
     model, batch = Net(lambda y: Product.apply(y, y, 2.0, y)), (torch.randn(4, 4),)  # type: ignore[no-untyped-call]
     plan = autopar.plan(
@@ -87,7 +87,7 @@ class Keeping(nn.Module):
         return y.square().mean()
 
 
-def test_a_list_may_hold_what_an_earlier_call_left_in_it() -> None:
+def test_a_list_may_contain_values_of_an_earlier_call() -> None:
     model, x = Keeping(), torch.randn(3, 4)
     model(x)
     (made,), *_ = execute(capture(model, (x,)), dict(model.named_parameters()), {}, (x,))

@@ -1,5 +1,5 @@
-"""Attributes that forward leaves as it found them, and settings whose class does not give all
-away, as those of layers that differ do."""
+"""Attributes that forward restores, and settings whose class raises for some attributes, as the
+settings of models with different layers do."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Net(nn.Module):
         return loss
 
 
-def test_what_their_class_raises_stops_no_capture() -> None:
+def test_an_attribute_that_raises_does_not_stop_the_capture() -> None:
     net, x = Net(), torch.randn(2, 4)
     (made,), *_ = execute(capture(net, (x,)), dict(net.named_parameters()), {}, (x,))
     torch.testing.assert_close(made, net(x).detach())
 
 
 class Busy(nn.Module):
-    """Says of itself while it runs that it does."""
+    """A model that sets `busy` while forward runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Busy(nn.Module):
         return y * 2 if self.busy else y
 
 
-def test_what_forward_puts_back_is_not_looked_at_twice(
+def test_a_restored_attribute_does_not_cause_a_second_capture(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def again(*_: Any) -> None:

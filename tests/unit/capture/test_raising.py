@@ -1,5 +1,5 @@
-"""Branches on values that do nothing but raise are left out, as assertions are, and the log
-names their lines."""
+"""Data-dependent branches that only raise are dropped, as assertions are, and the log names their
+lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def likelihood(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("check", "num"), [(largest, 1), (item, 1), (several, 2), (likelihood, 1)])
-def test_what_only_raises_is_left_out_and_named(
+def test_a_branch_that_only_raises_is_dropped_and_logged(
     check: Any, num: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, x = Net(check), torch.randn(2, 4)
@@ -79,13 +79,13 @@ def notes_it(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("check", [otherwise, notes_it])
-def test_what_does_anything_else_there_is_refused_as_ever(check: Any) -> None:
+def test_a_branch_with_other_effects_is_refused(check: Any) -> None:
     with pytest.raises(CaptureError, match="one graph") as refused:
         capture(Net(check), (torch.randn(2, 4),))
     assert "torch.where" in refused.value.remedy and "x.max() > net.most" in str(refused.value)
 
 
-def test_a_branch_on_what_python_knows_raises_as_ever() -> None:
+def test_a_branch_on_a_shape_raises_its_error() -> None:
     def known(net: Any, x: Tensor) -> Tensor:
         if x.shape[0] > 1:
             raise ValueError("one sample only")

@@ -1,4 +1,4 @@
-"""Modules that no program can run are refused where forward calls them, and only there."""
+"""Unsupported modules are refused only if forward calls them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.errors import CaptureError
 
 
 class Net(nn.Module):
-    """Calls `inner` if it is asked to."""
+    """A model that calls `inner` if `calls` is set."""
 
     def __init__(self, inner: nn.Module, calls: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ PARTS: list[tuple[nn.Module, Tensor, str]] = [
     ("inner", "batch", "complaint"), PARTS, ids=["max_norm", "momentum", "sparse", "sparse bag"]
 )
 @pytest.mark.parametrize("calls", [True, False])
-def test_a_module_that_no_program_runs_is_refused_where_forward_calls_it(
+def test_an_unsupported_module_is_refused_only_if_forward_calls_it(
     inner: nn.Module, batch: Tensor, complaint: str, calls: bool
 ) -> None:
     model = Net(inner, calls)
@@ -56,7 +56,7 @@ def test_a_module_that_no_program_runs_is_refused_where_forward_calls_it(
     assert where.module == "parts.0" and refused.value.remedy
 
 
-def test_in_inference_an_embedding_with_sparse_gradients_is_one_like_others() -> None:
+def test_an_embedding_with_sparse_gradients_is_captured_in_inference() -> None:
     assert capture(
         Net(nn.Embedding(10, 4, sparse=True), True), (torch.arange(4),), inference=True
     ).graph.nodes

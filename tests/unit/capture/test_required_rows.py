@@ -1,5 +1,4 @@
-"""Rows that a mask picks beside as many rows that are given: their number is no question of
-values."""
+"""Rows selected by a mask and combined with a given number of rows: their number is static."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ class Net(nn.Module):
 
 
 def told_apart(hidden: Tensor) -> Tensor:
-    """A loss that changes where rows change places."""
+    """Return a loss that depends on the order of rows."""
     return (hidden * torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH, 1)).square().mean()
 
 
 def adds_at_a_mask(hidden: Tensor, mask: Tensor, given: Tensor) -> Tensor:
-    """As models of images and texts do in their first layers."""
+    """Add given rows at a mask, as multimodal models do in their first layers."""
     hidden = hidden.clone()
     here = hidden[mask, :] + given
     hidden[mask, :] = here
@@ -45,16 +44,16 @@ def puts_in(hidden: Tensor, mask: Tensor, given: Tensor) -> Tensor:
 
 
 def mixes_rows(hidden: Tensor, mask: Tensor, given: Tensor) -> Tensor:
-    """Of a fixed number of rows anything may be computed."""
+    """Compute with all rows. This is allowed because their number is fixed."""
     rows = hidden[mask][:, :4] * given[:, 4:]
     return rows.cumsum(0).square().mean() / hidden[mask].shape[0]
 
 
 @pytest.mark.parametrize("does", [adds_at_a_mask, puts_in, mixes_rows])
-def test_they_are_computed_as_the_model_computes_them(does: Callable[..., Tensor]) -> None:
+def test_rows_combined_with_given_rows_match_the_model(does: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     mask = torch.zeros(SAMPLES, LENGTH, dtype=torch.bool)
-    mask[0, 1:4] = mask[2, :2] = mask[3, 5] = True  # six, not as many in each sample
+    mask[0, 1:4] = mask[2, :2] = mask[3, 5] = True  # six rows, a different number per sample
     model: Any = Net(does)
     batch = torch.randn(SAMPLES, LENGTH, WIDTH), mask, torch.randn(6, 2)
     plan = autopar.plan(

@@ -1,4 +1,4 @@
-"""Root-mean-square norms that are written out become pieces; what only looks like one stays."""
+"""RMS norms written as formulas are decomposed into ops. Similar formulas stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECES = (ops.square_sum, ops.rms_norm, ops.rms_product, ops.rms_norm_backward)
 
 
 class Model(nn.Module):
-    """A norm between two layers."""
+    """A model with a norm between two layers."""
 
     def __init__(self, function: Function, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -114,10 +114,10 @@ def targets(trace: Trace) -> list[object]:
 
 
 @pytest.mark.parametrize("how", WRITTEN_OUT)
-def test_what_is_written_out_is_in_pieces_and_computes_the_same(how: str) -> None:
+def test_an_rms_norm_formula_is_decomposed_with_the_same_result(how: str) -> None:
     model, x, trace = traced(
         WRITTEN_OUT[how], torch.float32 if how == "t5" else torch.float64
-    )  # of float64 t5 rounds the scale alone
+    )  # in float64, t5 rounds only the scale
     found = targets(trace)
     assert all(found.count(piece) == 1 for piece in PIECES)
     assert (ops.rms_weight_gradient in found) == (
@@ -131,7 +131,7 @@ def test_what_is_written_out_is_in_pieces_and_computes_the_same(how: str) -> Non
 
 
 @pytest.mark.parametrize("how", OTHERWISE)
-def test_what_only_looks_like_one_stays_and_computes_the_same(how: str) -> None:
+def test_a_similar_formula_stays_unchanged(how: str) -> None:
     model, x, trace = traced(OTHERWISE[how])
     assert not set(targets(trace)) & set(PIECES)
     plan = autopar.plan(model, 2, example_inputs=(x,))
@@ -140,9 +140,9 @@ def test_what_only_looks_like_one_stays_and_computes_the_same(how: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("how", ["llama", "t5", "gemma"])
-def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.dtype) -> None:
-    """In 16 bits forward is the formula's to the last bit; gradients, which round once, are
-    nearer to the exact ones than the formula's."""
+def test_the_ops_round_where_the_model_rounds(how: str, dtype: torch.dtype) -> None:
+    """In 16 bits, forward is bitwise equal to the formula. The gradients are rounded only once, so
+    they are closer to the exact ones than those of the formula."""
     torch.manual_seed(1)
     function, shape = WRITTEN_OUT[how], (5, 7, WIDTH)
     x, weight, grad = ((3 * torch.randn(size)).to(dtype) for size in (shape, (WIDTH,), shape))
@@ -186,7 +186,7 @@ def test_numbers_are_rounded_where_the_model_rounds_them(how: str, dtype: torch.
     ],
     ids=["behind the weight", "before it", "computed so"],
 )
-def test_what_is_rounded_and_then_cast_back_stays_rounded(
+def test_a_result_rounded_and_cast_back_stays_rounded(
     function: Function, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(2)
@@ -205,7 +205,7 @@ def test_what_is_rounded_and_then_cast_back_stays_rounded(
 
 
 def captured(function: Function, x: Tensor, weight: Tensor) -> torch.fx.GraphModule:
-    """A norm's graph of torch functions."""
+    """Return the graph of torch functions of a norm."""
 
     class Norm(nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -215,14 +215,14 @@ def captured(function: Function, x: Tensor, weight: Tensor) -> torch.fx.GraphMod
 
 
 def joined(function: Function, dtype: torch.dtype) -> torch.fx.Graph:
-    """The graph of torch functions of a norm, with what `join_norms` makes of it."""
+    """Return the graph of torch functions of a norm after `join_norms`."""
     module = captured(function, torch.randn(5, 7, WIDTH).to(dtype), torch.randn(WIDTH).to(dtype))
     join_norms(module.graph)
     return module.graph
 
 
-def test_a_norm_over_heads_of_a_transposed_tensor_lies_as_the_graph_says() -> None:
-    """What reads it was captured for a contiguous one."""
+def test_a_norm_of_a_transposed_tensor_has_the_strides_of_the_graph() -> None:
+    """The readers of the norm were captured for a contiguous tensor."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -241,7 +241,7 @@ def test_a_norm_over_heads_of_a_transposed_tensor_lies_as_the_graph_says() -> No
     assert autopar.verify(plan, model, (x,)).ok
 
 
-def test_rows_of_many_blocks_are_those_of_one() -> None:
+def test_a_norm_in_many_row_blocks_equals_that_in_one_block() -> None:
     x, grad = torch.randn(37, 3, 6, dtype=torch.float64), torch.randn(37, 3, 6, dtype=torch.float64)
     weight, settings = torch.rand(6, dtype=torch.float64), (6, EPS, torch.float64)
 
@@ -263,7 +263,7 @@ def test_rows_of_many_blocks_are_those_of_one() -> None:
             assert torch.allclose(some, whole, rtol=1e-14, atol=1e-14)
 
 
-def test_torch_says_that_the_operator_is_one() -> None:
+def test_the_operator_passes_opcheck() -> None:
     x, weight = torch.randn(3, 4, 6, requires_grad=True), torch.rand(6, requires_grad=True)
     settings = EPS, torch.float32, torch.float32, torch.float32
     torch.library.opcheck(ops.normed, (x, weight, *settings))

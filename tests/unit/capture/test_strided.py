@@ -1,4 +1,4 @@
-"""Reads by strides are of what was captured, whatever layout it comes in."""
+"""as_strided reads the memory order at capture, whatever strides the operand has at run time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from benchmarks.random_plans import prepare, random_plan
 
 
 class Windows(nn.Module):
-    """Windows that overlap, as in local attention, of what lies in another order than its dims
-    say."""
+    """A model with overlapping windows, as in local attention, of a transposed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +29,7 @@ class Windows(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_program_reads_what_the_model_reads(seed: int) -> None:
+def test_a_program_with_as_strided_matches_the_model(seed: int) -> None:
     torch.manual_seed(0)
     model, x = Windows().double(), torch.randn(4, 8, 4, dtype=torch.float64)
     ready = prepare(model, {"x": x}, Mesh.parse("a=2,b=2"), HardwareProfile.load("cpu-gloo"))
@@ -38,7 +37,7 @@ def test_a_program_reads_what_the_model_reads(seed: int) -> None:
     assert verify_program(ready.trace, program, model, (), {"x": x}).ok
 
 
-def test_the_memory_that_is_read_is_a_copy_in_the_captured_order() -> None:
+def test_as_strided_reads_a_copy_in_the_captured_order() -> None:
     trace = capture(Windows(), (torch.randn(4, 8, 4),))
     (read,) = (
         node
@@ -51,7 +50,7 @@ def test_the_memory_that_is_read_is_a_copy_in_the_captured_order() -> None:
     ) == (4, 8, 4)
 
 
-def test_what_lies_apart_is_refused() -> None:
+def test_as_strided_of_a_non_dense_tensor_is_refused() -> None:
     class Part(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x * 2)[:, ::2].as_strided((2, 2), (4, 1)).sum()

@@ -1,4 +1,5 @@
-"""Attributes of tensors that are tensors are computed by the graph, wherever they go."""
+"""Tensor attributes that are tensors, for example ``x.T``, are computed by the graph, also if
+they are returned."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Net(nn.Module):
-    """What `attribute` makes of the input, a parameter and a buffer, returned as it is beside
-    what is computed of it."""
+    """A model that returns an attribute of the input, of a parameter and of a buffer, and a result
+    computed from them."""
 
     def __init__(self, attribute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_of_a_tensor_may_be_returned_as_it_is(name: str) -> None:
+def test_an_attribute_of_a_tensor_may_be_returned(name: str) -> None:
     x = torch.complex(REAL, REAL.flip(0)) if name == "imag" else REAL
     model = Net(ATTRIBUTES[name])
     if name == "imag":
@@ -58,7 +59,7 @@ def test_an_attribute_of_a_tensor_may_be_returned_as_it_is(name: str) -> None:
 
 
 class Turned(nn.Module):
-    """The input's transpose and nothing else, or beside a loss."""
+    """A model that returns the transposed input, alone or with a loss."""
 
     def __init__(self, alone: bool) -> None:
         super().__init__()
@@ -70,13 +71,13 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.filterwarnings("ignore:no output of the model")
-def test_a_model_that_returns_its_transposed_input_is_planned_and_gives_it(alone: bool) -> None:
+def test_a_model_that_returns_its_transposed_input_is_planned(alone: bool) -> None:
     model, x = Turned(alone), REAL.float()
     plan = autopar.plan(model, {"a": 2}, example_inputs=(x,), hardware="cpu-gloo")
     assert autopar.verify(plan, model, (x,)).ok
 
 
-def test_what_is_added_to_a_returned_attribute_goes_on_through_the_input() -> None:
+def test_the_gradient_of_a_returned_attribute_reaches_the_input() -> None:
     """The gradient of the input passes through its transpose."""
 
     class Both(nn.Module):
@@ -95,7 +96,7 @@ def test_what_is_added_to_a_returned_attribute_goes_on_through_the_input() -> No
 @pytest.mark.parametrize(
     "returned", [lambda x: x.shape[0], lambda x: None], ids=["a size", "nothing"]
 )
-def test_a_forward_that_computes_nothing_is_refused_as_that(
+def test_a_forward_without_tensor_outputs_is_refused(
     returned: Callable[[Tensor], Any],
 ) -> None:
     class Nothing(nn.Module):

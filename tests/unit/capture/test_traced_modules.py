@@ -1,5 +1,5 @@
-"""Models that are fx.GraphModules: what torch.fx and torch.export made of a module is compiled
-as the module is."""
+"""Models that are fx.GraphModules: the results of torch.fx and torch.export are compiled as the
+original module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def exported(net: nn.Module) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("made", [traced, exported])
-def test_what_torch_made_of_a_module_has_the_modules_names_loss_gradients_and_statistics(
+def test_a_traced_or_exported_module_matches_the_original_module(
     made: object,
 ) -> None:
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_what_torch_made_of_a_module_has_the_modules_names_loss_gradients_and_st
     torch.testing.assert_close(pm.get_buffer("norm.running_mean"), net.norm.running_mean)
 
 
-def test_the_model_keeps_its_graph_and_its_parameters() -> None:
+def test_a_graph_module_keeps_its_graph_and_its_parameters() -> None:
     model = traced(Net())
     assert isinstance(model, fx.GraphModule)
     code, weights = model.code, {name: id(p) for name, p in model.named_parameters()}

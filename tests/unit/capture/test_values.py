@@ -1,5 +1,5 @@
-"""Models whose forward looks at values, holds plain tensors or changes parameters: what is
-captured, and what is refused where."""
+"""Models whose forward reads values, uses plain tensors or changes parameters: what is captured and
+what is refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.errors import CaptureError
 
 
 class Inner(nn.Module):
-    """A linear, then what `does` makes of its result."""
+    """A linear layer followed by `does`."""
 
     def __init__(self, does: Any) -> None:
         super().__init__()
         self.linear, self.does = nn.Linear(4, 4), does
-        self.table = torch.linspace(-1.0, 1.0, 4).unsqueeze(0)  # a view, and no buffer
+        self.table = torch.linspace(-1.0, 1.0, 4).unsqueeze(0)  # a view that is not a buffer
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.does(self, self.linear(x))
@@ -50,7 +50,7 @@ def _guarded(module: Inner, x: Tensor) -> Tensor:
 def _guarded_twice(module: Inner, x: Tensor) -> Tensor:
     if torch.isnan(x).any() or torch.isinf(x).any():
         x = torch.zeros_like(x)
-    return x.clamp(min=-9.0)  # torch makes its values of isnan, too
+    return x.clamp(min=-9.0)  # torch computes clamp with isnan, too
 
 
 def _guarded_at_once(module: Inner, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def _verified(does: Any) -> None:
     [_guarded, _guarded_twice, _guarded_at_once],
     ids=["isfinite", "isnan, isinf", "at once"],
 )
-def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_finite_values_and_says_so(  # noqa: E501
+def test_a_branch_on_finite_values_is_captured_for_finite_values_with_a_warning(
     does: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="autopar"):
@@ -101,7 +101,7 @@ def test_of_a_branch_on_whether_values_are_finite_a_program_has_the_one_for_fini
     assert any("test_values.py" in text and "finite" in text for text in caplog.messages)
 
 
-def test_what_a_branch_on_finite_values_needs_is_not_there_afterwards() -> None:
+def test_patches_for_branches_on_finite_values_are_removed_after_the_capture() -> None:
     capture(Outer(_guarded), (torch.ones(2, 4),))
     assert torch.isfinite(torch.tensor(1.0)).all().item() is True
     assert (
@@ -111,7 +111,7 @@ def test_what_a_branch_on_finite_values_needs_is_not_there_afterwards() -> None:
 
 
 @pytest.mark.parametrize("does", [_weighed, _masked])
-def test_where_the_answer_is_computed_with_as_well_the_model_stays_refused(
+def test_a_finite_check_that_is_also_used_in_computation_is_refused(
     does: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CaptureError):
@@ -119,7 +119,7 @@ def test_where_the_answer_is_computed_with_as_well_the_model_stays_refused(
     assert not any("the branch for finite values" in text for text in caplog.messages)
 
 
-def test_other_control_flow_on_values_is_refused_with_module_and_line_and_way_out() -> None:
+def test_other_data_dependent_control_flow_is_refused_with_module_line_and_remedy() -> None:
     with pytest.raises(CaptureError, match="Data-dependent") as caught:
         capture(Outer(_positive), (torch.ones(2, 4),))
     assert caught.value.where is not None and not isinstance(caught.value.where, str)
@@ -129,16 +129,14 @@ def test_other_control_flow_on_values_is_refused_with_module_and_line_and_way_ou
     assert "torch.where" in caught.value.remedy
 
 
-def test_a_plain_tensor_that_is_a_view_is_captured_as_any_other() -> None:
+def test_a_plain_tensor_that_is_a_view_is_captured() -> None:
     _verified(lambda module, x: x + module.table.type_as(x))
 
 
-def test_a_distribution_is_made_in_forward_without_a_look_at_its_values_and_looks_again_afterwards() -> (  # noqa: E501
-    None
-):
+def test_distributions_in_forward_are_captured_without_argument_validation() -> None:
     torch.distributions.Distribution.set_default_validate_args(
         True
-    )  # torch.compile in another test turns it off for good
+    )  # torch.compile in another test switches it off permanently
     _verified(
         lambda module, x: (
             x * torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.75, dtype=x.dtype))
@@ -148,7 +146,7 @@ def test_a_distribution_is_made_in_forward_without_a_look_at_its_values_and_look
         torch.distributions.Normal(0.0, -1.0)
 
 
-def test_a_parameter_that_forward_changes_in_place_is_refused_with_its_name_and_the_line() -> None:
+def test_an_in_place_change_of_a_parameter_is_refused_with_name_and_line() -> None:
     with pytest.raises(
         CaptureError, match=r"changes the parameter 'layers\.1\.linear\.bias'"
     ) as caught:
@@ -178,17 +176,15 @@ def _small(kind: str, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signatures_is_captured() -> (
-    None
-):
+def test_a_model_that_uses_numpy_on_image_sizes_and_binds_signatures_is_captured() -> None:
     model, batch = _small("llava_next", image_grid_pinpoints=[[16, 16]])
     assert capture(model, (), batch).loss is not None
 
 
 @pytest.mark.slow
-def test_a_part_of_a_model_that_was_called_on_its_own_records_its_outputs_once() -> None:
+def test_a_submodule_that_was_called_alone_records_its_outputs_once() -> None:
     model, batch = _small("llava")
     model.model.vision_tower(
         batch["pixel_values"], output_hidden_states=True
-    )  # which makes it record
+    )  # this call makes it record its outputs
     assert capture(model, (), batch).loss is not None

@@ -1,4 +1,4 @@
-"""What an assembled plan says is the same on every machine."""
+"""The text of an assembled plan is the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from autopar.planner.plan_assembly import portable_line
 
 
-def test_a_source_line_names_its_file_as_the_import_path_does(
+def test_a_source_line_has_the_file_path_relative_to_the_import_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packages = sysconfig.get_paths()["purelib"]

@@ -1,5 +1,5 @@
-"""Which constraints conflict: the deletion filter against the definition of a smallest set, and
-in the user's words."""
+"""Conflicting constraints: the deletion filter satisfies the definition of a minimal set, and
+errors name the constraints as the user wrote them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = tuple(layout(f"m{i}", weight="R") for i in range(5))
 
 
 @given(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=4))
-def test_what_is_found_cannot_hold_and_holds_without_any_one(conflicts: list[set[int]]) -> None:
+def test_a_found_conflict_is_infeasible_and_minimal(conflicts: list[set[int]]) -> None:
     def hold(constraints: Sequence[Constraint]) -> None:
         if any(all(ALL[i] in constraints for i in conflict) for conflict in conflicts):
             raise ConstraintError("no")
@@ -34,7 +34,7 @@ def test_what_is_found_cannot_hold_and_holds_without_any_one(conflicts: list[set
 
 
 class Net(nn.Module):
-    """Two linears."""
+    """A model with two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def refusal(*constraints: Constraint) -> str:
     return caught.value.what
 
 
-def test_conflicting_constraints_are_named_as_the_user_wrote_them_and_others_are_not() -> None:
+def test_only_conflicting_constraints_are_named_as_the_user_wrote_them() -> None:
     said = refusal(fsdp("b"), layout("down", weight="R R"), layout("up", weight="S(0) R"), ddp("a"))
     assert said.endswith(
         "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: without any one of them,"
@@ -65,12 +65,12 @@ def test_conflicting_constraints_are_named_as_the_user_wrote_them_and_others_are
     )
 
 
-def test_a_constraint_that_cannot_hold_alone_is_no_conflict() -> None:
+def test_a_constraint_that_is_infeasible_alone_is_not_a_conflict() -> None:
     assert "conflict" not in refusal(layout("absent", weight="R R"), ddp("b"))
 
 
 class Layers(nn.Module):
-    """Four nets."""
+    """A model with four linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ END = "conflict: without any one of them, the others can hold"
 NAME = "pipeline('stage', microbatches={})"
 
 
-def test_constraints_that_conflict_in_stages_are_named_and_the_pipeline_is_not() -> None:
+def test_constraints_that_conflict_within_stages_are_named_without_the_pipeline() -> None:
     pair = said_of("layout('layers.*', weight='S(0)')", "ddp(axes=['a'])")
     assert staged_refusal(CUT, SPLIT, ddp("a")).endswith(pair)
     assert staged_refusal(
@@ -123,7 +123,7 @@ def test_constraints_that_conflict_in_stages_are_named_and_the_pipeline_is_not()
     assert staged_refusal(SPLIT, ddp("a"), mesh={"a": 2}, num_microbatches=2).endswith(pair)
 
 
-def test_a_pipeline_that_takes_what_a_constraint_speaks_of_is_part_of_the_conflict() -> None:
+def test_a_pipeline_that_uses_the_axis_or_batch_of_a_constraint_is_in_the_conflict() -> None:
     assert staged_refusal(fsdp("stage"), CUT).endswith(
         said_of(NAME.format(4), "fsdp(axes=['stage'])")
     )
@@ -143,14 +143,14 @@ def test_a_pipeline_that_takes_what_a_constraint_speaks_of_is_part_of_the_confli
     )
 
 
-def test_what_is_wrong_with_the_cuts_or_with_one_constraint_is_no_conflict() -> None:
+def test_wrong_cuts_or_one_wrong_constraint_are_not_a_conflict() -> None:
     assert "conflict" not in staged_refusal(
         pipeline("stage", microbatches=4, cuts=["layers.9"]), fsdp("a")
     )
     assert "conflict" not in staged_refusal(CUT, layout("absent", weight="R"), fsdp("a"))
 
 
-def test_of_stages_that_do_not_fit_the_one_that_needs_most_is_named_and_so_much_does() -> None:
+def test_the_largest_of_the_stages_that_do_not_fit_is_named() -> None:
     example = {"x": torch.randn(64, 16)}
     ask = {
         "example_inputs": example,

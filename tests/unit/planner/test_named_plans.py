@@ -1,4 +1,4 @@
-"""Named plans as exclusions of strategies, their bounds and answers, and the plan that is taken."""
+"""Named plans as exclusions of strategies, their bounds and solutions, and the choice of a plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trace(request: pytest.FixtureRequest) -> Trace:
 
 
 @pytest.mark.parametrize("plans", PLANS, ids=lambda plans: " + ".join(map(str, plans)))
-def test_what_is_not_excluded_are_the_strategies_that_the_constraint_leaves(
+def test_the_remaining_strategies_are_those_that_the_constraint_allows(
     trace: Trace, plans: tuple[Parallelism, ...]
 ) -> None:
     forced = resolve(trace, plans, MESH)
@@ -69,7 +69,10 @@ def test_what_is_not_excluded_are_the_strategies_that_the_constraint_leaves(
         out = excluded.get(n, frozenset())
         left = {str(each.layouts) for s, each in enumerate(op.strategies) if s not in out}
         num_excluded += len(out)
-        if op.kind in ("compute", "parameter"):  # an answer of fewer partial sums may offer less
+        if op.kind in (
+            "compute",
+            "parameter",
+        ):  # a result with fewer partial sums may have fewer strategies
             of_all = set.intersection(*(admitted[name] for name in _names(source)))
             assert of_all <= left, op.key
             partial = {layouts for layouts in left - of_all if "P" not in layouts}
@@ -84,7 +87,7 @@ def _names(source: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("plans", PLANS[:4], ids=lambda plans: " + ".join(map(str, plans)))
-def test_the_answer_without_the_excluded_strategies_is_that_of_the_constrained_call(
+def test_the_solution_without_excluded_strategies_is_that_of_the_constrained_plan(
     plans: tuple[Parallelism, ...],
 ) -> None:
     trace = small("gpt2")
@@ -103,7 +106,7 @@ def test_the_answer_without_the_excluded_strategies_is_that_of_the_constrained_c
     )
 
 
-def test_multipliers_bound_the_choices_without_some_strategies() -> None:
+def test_multipliers_bound_solutions_without_some_strategies() -> None:
     trace = traced(32, 64, 64, num_layers=3, dtype=torch.float32)
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
     solving = Solving(PlanOptions(gap=0.0).of_a_trace().begun(), StageCache())
@@ -136,7 +139,7 @@ def test_no_named_plan_has_a_shorter_simulated_step_than_a_thorough_free_one(
         assert free.simulated_s <= under.simulated_s * (1 + 1e-9), plans
 
 
-def test_a_named_plan_that_is_taken_keeps_the_bound_and_passes_check_and_verify(
+def test_a_chosen_named_plan_keeps_the_bound_and_passes_check_and_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.random.fork_rng([]):
@@ -159,7 +162,7 @@ def test_a_named_plan_that_is_taken_keeps_the_bound_and_passes_check_and_verify(
     assert autopar.verify(taken, model, batch).ok
 
 
-def test_named_plans_that_a_model_refuses_are_left_out() -> None:
+def test_named_plans_that_the_model_does_not_support_are_skipped() -> None:
     trace = traced(6, 64, 64, num_layers=2, dtype=torch.float32)
     mesh = Mesh({"gpu": 4})
     free = price(trace, classes_of(trace, mesh.shape), mesh, GLOO, budget_bytes=2**40)
@@ -178,7 +181,7 @@ class Block(nn.Module):
         return self.block(x).pow(2).mean()
 
 
-def test_plans_that_nobody_asked_for_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_unrequested_named_plans_give_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
     asked = dict(example_inputs=(torch.zeros(8, 16, 32),), hardware="h100-sxm")
     tensor = tensor_parallel("1d", axes="gpu")
     with caplog.at_level(logging.WARNING, "autopar"):

@@ -1,5 +1,4 @@
-"""How much room early steps get: what the step itself leaves of the budget where they are on
-their way."""
+"""The memory for early communication: what the step leaves of the budget while it is in flight."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ PROFILE = HardwareProfile.load("h100-sxm")
 
 
 def starts(program: StageProgram) -> int:
-    """Early steps, of an order or in the graphs."""
+    """Return the number of early communication steps in the order or in the graphs."""
     actions = (each for phase in ("forward", "backward") for each in order_of(program, phase))
     return sum(action == "start" or node.target is steps.start for action, node in actions)
 
 
-def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_early_step_fits_the_plan_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak(_: Peaks, program: StageProgram) -> int:
         in_buckets = any(node.target is into_bucket for node in program.backward.graph.nodes)
         return 2**60 if in_buckets or starts(program) else 0
@@ -53,10 +52,10 @@ def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.Monk
     assert (made.plan.overlap.forward_bytes, made.plan.overlap.backward_bytes) == (0, 0)
 
 
-def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
+def test_early_steps_get_the_memory_that_the_step_leaves_at_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the budget that a plan just needs with nothing early, which its peak alone takes up."""
+    """Test budgets from the peak of the plan without early steps to that with all of them."""
     ordering: list[tuple[Ordering, Candidate]] = []
     fastest = Ordering.fastest
 
@@ -72,7 +71,7 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
     orders = _Plain(plain, Orders(plain.program, plain.plan))
     roomy = orders.beside(free._all_room(plain))
     most = free.peak_bytes(roomy.program) + plain.plan.prediction.beside_bytes
-    assert plain.peak_bytes < most, "else nothing is shown"
+    assert plain.peak_bytes < most, "otherwise the test shows nothing"
     numbers = []
     for budget in (plain.peak_bytes - 1, plain.peak_bytes, (plain.peak_bytes + most) // 2, most):
         found = replace(free, budget=budget)._within_budget(orders, roomy)
@@ -87,10 +86,11 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
 
 
 @pytest.mark.slow
-def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_holds_more_as_it_begins(  # noqa: E501
+def test_the_room_of_a_phase_shrinks_by_the_excess_of_that_phase_over_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copies are gathered as a step of several microbatches begins, where nothing is early."""
+    """Parameters are gathered at the beginning of a step with several microbatches, where nothing
+    is early."""
     ordering: list[tuple[Ordering, Candidate]] = []
 
     def seen(self: Ordering, tried: Candidate) -> Candidate:
@@ -120,9 +120,7 @@ def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_h
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=300), st.integers(0, 1200))
-def test_the_room_that_is_left_is_what_is_left_of_the_budget_rounded_down(
-    held: list[int], budget: int
-) -> None:
+def test_the_room_is_the_remaining_budget_rounded_down(held: list[int], budget: int) -> None:
     room = Room(10**9, _pieces(held, budget))
     assert len(room.pieces) <= _WINDOWS
     for place, size in enumerate(held):
@@ -135,7 +133,7 @@ def test_the_room_that_is_left_is_what_is_left_of_the_budget_rounded_down(
         )
 
 
-def test_orders_are_not_measured_if_none_can_have_a_step_below_the_limit(
+def test_orders_are_not_measured_if_no_order_can_be_below_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ordering: list[tuple[Ordering, Candidate]] = []
@@ -164,7 +162,7 @@ def test_orders_are_not_measured_if_none_can_have_a_step_below_the_limit(
         blind.fastest(plain)
 
 
-def test_another_bound_changes_the_proof_of_a_candidate_alone(
+def test_another_bound_changes_only_the_proof_of_a_candidate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emitted: list[tuple[Emitter, LayerGroups, Candidate]] = []

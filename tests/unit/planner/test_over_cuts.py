@@ -1,5 +1,5 @@
-"""The least step over all cuts: against enumeration, in the search's arithmetic and in the
-certificate's."""
+"""The least step over all cuts equals enumeration, with the arithmetic of the search and of the
+certificate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parts(draw: st.DrawFn) -> Parts:
 
 
 def enumerated(given: Parts, num_stages: int, num_microbatches: int, allowed: set[int]) -> float:
-    """Every cut and every pair, one by one."""
+    """Return the least step over every cut and every pair by enumeration, in seconds."""
     best = math.inf
     for cuts in itertools.combinations(sorted(allowed), num_stages - 1):
         edges = [0, *cuts, len(given.units)]
@@ -65,7 +65,7 @@ def test_the_least_step_is_that_of_the_best_cut(
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))
-def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> None:
+def test_a_front_of_few_pairs_is_a_lower_bound_of_all_pairs(pairs: list[Pair]) -> None:
     few = pareto_front(pairs)
     assert 0 < len(few) <= 8
     assert all(any(a <= before and b <= behind for a, b in few) for before, behind in pairs)
@@ -73,7 +73,7 @@ def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> Non
 
 
 @given(PAIRS, PAIRS)
-def test_two_things_that_cross_cost_what_both_cost(one: list[Pair], other: list[Pair]) -> None:
+def test_joined_pairs_have_the_sum_of_the_costs(one: list[Pair], other: list[Pair]) -> None:
     both = join_pairs(one, other)
     assert all(any(x <= a + c and y <= b + d for x, y in both) for a, b in one for c, d in other)
     assert (
@@ -81,9 +81,7 @@ def test_two_things_that_cross_cost_what_both_cost(one: list[Pair], other: list[
     )
 
 
-def test_a_heavy_last_unit_moves_the_cut_and_more_microbatches_the_weight_of_the_slowest_stage() -> (  # noqa: E501
-    None
-):
+def test_the_best_cut_depends_on_unit_times_transfer_costs_and_microbatches() -> None:
     chain = Parts((4.0, 4.0, 4.0, 10.0), (((0.0, 0.0),),) * 3)
     assert least_step(chain, 2, 8).cuts == (3,) and least_step(chain, 2, 8).step_s == 7 * 12 + 22
     dear = Parts(chain.units, (((0.0, 0.0),), ((0.0, 0.0),), ((9.0, 9.0),)))

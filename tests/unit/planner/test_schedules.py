@@ -1,4 +1,5 @@
-"""Schedules: their order, what they hold, and their time by formula and by simulation."""
+"""Schedules: their order, the microbatches in flight, and their time by formula and by
+simulation."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SHAPES = [
 
 
 @given(st.sampled_from(["1f1b", "gpipe"]), sizes, st.integers(1, 9))
-def test_every_stage_runs_each_microbatch_once_and_holds_what_is_said(
+def test_every_stage_runs_each_microbatch_once_with_the_predicted_number_in_flight(
     schedule: str, num_stages: int, num: int
 ) -> None:
     for stage, work in enumerate(orders(schedule, num_stages, num)):
@@ -45,7 +46,7 @@ def test_every_stage_runs_each_microbatch_once_and_holds_what_is_said(
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_of_interleaved_stages_torch_s_schedule_holds_and_orders_what_the_formulas_say(
+def test_the_interleaved_schedule_of_torch_has_the_order_and_in_flight_counts_of_the_formulas(
     ranks: int, chunks: int, num: int
 ) -> None:
     letters = {"F": "forward", "B": "backward"}
@@ -68,11 +69,11 @@ def test_of_interleaved_stages_torch_s_schedule_holds_and_orders_what_the_formul
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_circle(
+def test_transfers_between_two_ranks_start_in_the_same_order_and_do_not_deadlock(
     ranks: int, chunks: int, num: int
 ) -> None:
-    """Every send waits until its receive has started: the hardest reading of a transfer. All
-    lists run to their end."""
+    """Assume the strictest semantics: a send waits until its receive has started. All ranks
+    finish."""
     left = [list(actions) for actions in interleaved_schedule(ranks, chunks, num)]
     started: set[tuple[str, int, int]] = set()
     while any(left):
@@ -105,7 +106,7 @@ def test_transfers_between_two_ranks_start_in_one_order_and_nobody_waits_in_a_ci
 
 
 @given(st.sampled_from(["1f1b", "gpipe"]), sizes, sizes, st.integers(1, 9), st.integers(1, 9))
-def test_with_equal_stages_the_simulation_takes_what_the_formula_says(
+def test_with_equal_stages_the_simulated_time_equals_the_formula(
     schedule: str, stages: int, more: int, forward: int, backward: int
 ) -> None:
     num = stages + more
@@ -114,7 +115,7 @@ def test_with_equal_stages_the_simulation_takes_what_the_formula_says(
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "num"), SHAPES)
-def test_with_equal_chunks_interleaving_divides_the_bubble_by_their_number(
+def test_with_equal_chunks_interleaving_divides_the_bubble_by_the_number_of_chunks(
     ranks: int, chunks: int, num: int
 ) -> None:
     stages = ranks * chunks
@@ -126,7 +127,7 @@ def test_with_equal_chunks_interleaving_divides_the_bubble_by_their_number(
 
 
 @given(st.sampled_from(SHAPES), st.data())
-def test_with_unequal_chunks_the_certificate_finds_the_same_time_and_it_is_over_every_bound(
+def test_with_unequal_chunks_the_certificate_agrees_and_the_time_is_above_every_bound(
     shape: tuple[int, int, int], data: st.DataObject
 ) -> None:
     ranks, chunks, num = shape
@@ -142,7 +143,7 @@ def test_with_unequal_chunks_the_certificate_finds_the_same_time_and_it_is_over_
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9))
-def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(
+def test_the_gpipe_formula_equals_its_simulation_for_unequal_stages(
     data: st.DataObject, stages: int, num: int
 ) -> None:
     times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
@@ -158,7 +159,7 @@ def test_gpipe_takes_what_its_simulation_takes_whichever_stages_are_slow(
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.integers(1, 9),
 )
-def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(
+def test_with_one_stage_per_rank_the_formula_is_at_least_the_lower_bound(
     schedule: str, times: list[int], num: int
 ) -> None:
     step = scheduled_time(schedule, times, [2 * t for t in times], num)
@@ -167,9 +168,11 @@ def test_of_one_stage_a_rank_the_formula_is_over_its_least_time(
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), sizes)
-def test_with_unequal_stages_the_formula_is_close_from_above(times: list[int], more: int) -> None:
-    """Forward and backward in one proportion. A slow stage does not wait for what the formula
-    adds for the others."""
+def test_with_unequal_stages_the_formula_is_a_close_upper_bound(
+    times: list[int], more: int
+) -> None:
+    """Forward and backward have a constant ratio. A slow stage does not wait for the time that
+    the formula adds for the other stages."""
     num = len(times) + more
     bars = simulate("1f1b", times, [2 * t for t in times], num)
     ends = max(bar.end_s for bar in bars)
@@ -185,12 +188,12 @@ def test_bars_of_a_rank_do_not_overlap(schedule: str, chunks: int) -> None:
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(mine))
 
 
-def test_the_bubble_of_one_stage_is_nothing() -> None:
+def test_one_stage_has_no_bubble() -> None:
     assert step_time([3.0], 4) == pytest.approx(12.0)
 
 
 @given(st.integers(2, 6), st.integers(1, 30))
-def test_torch_takes_the_microbatches_that_make_equal_rounds(ranks: int, num: int) -> None:
+def test_torch_accepts_numbers_of_microbatches_that_give_equal_rounds(ranks: int, num: int) -> None:
     assume(num >= ranks)
     if num_rounds(ranks, num):
         assert interleaved_schedule(ranks, 2, num)

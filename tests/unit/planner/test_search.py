@@ -1,5 +1,5 @@
-"""The search over plans: budgets, what is told on the way, runner-ups, and refusals that say
-only what is certain."""
+"""The search over plans: budgets, progress, runner-ups, and errors that state only what is
+proven."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def priced(mesh: Mesh) -> Priced:
 
 
 @pytest.mark.parametrize("memory_bytes", [300 * KIB, 120 * KIB, 110 * KIB])
-def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_plan_predicts(
+def test_the_peak_of_the_emitted_program_is_the_predicted_one_and_within_the_budget(
     memory_bytes: int,
 ) -> None:
     made = planned(memory_bytes=memory_bytes)
@@ -73,13 +73,13 @@ def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_pl
 
 
 @pytest.mark.slow
-def test_memory_that_binds_has_a_price_and_ample_memory_has_none() -> None:
+def test_memory_has_a_price_only_if_the_budget_is_binding() -> None:
     assert planned().plan.proof.memory_price_s_per_gib == 0.0
     assert planned(memory_bytes=150 * KIB).plan.proof.memory_price_s_per_gib > 0.0
 
 
 @pytest.mark.slow
-def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
+def test_a_budget_below_the_persistent_memory_is_refused_with_a_valid_bound() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits into 8 KiB per device") as refused:
         planned(memory_bytes=8 * KIB)
     found = re.search(
@@ -91,23 +91,21 @@ def test_a_budget_below_what_rests_is_refused_with_a_bound_that_holds() -> None:
     )
 
 
-def test_where_the_rounds_find_no_plan_that_fits_one_of_little_memory_is_tried() -> None:
+def test_if_no_round_finds_a_plan_that_fits_a_plan_with_little_memory_is_tried() -> None:
     assert planned(memory_bytes=85 * KIB).plan.prediction.peak_bytes <= 85 * KIB
 
 
-def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_that_a_plan_has() -> (
-    None
-):
+def test_a_budget_below_the_transient_peak_is_refused_with_the_peak_of_a_plan() -> None:
     with pytest.raises(
         InfeasibleError, match="no plan was found that fits into 73 KiB per device"
     ) as refused:
-        planned(memory_bytes=73 * KIB, gap=0.2)  # what is refused need not be near the best
+        planned(memory_bytes=73 * KIB, gap=0.2)  # a refused budget needs no small gap
     found = re.search(r"the smallest plan tried needs (\S+) KiB", refused.value.what)
     assert found and float(found[1]) > 73
     assert "larger memory_bytes" in refused.value.remedy
 
 
-def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(
+def test_the_bound_is_searched_to_the_end_only_if_it_may_close_the_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended, answer = list[bool](), solving.choices_or_least
@@ -127,20 +125,20 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
     ended.clear()
     tight = planned(
         memory_bytes=240_000
-    ).plan  # what fits is slower than the answer to the problem with nothing learnt
+    ).plan  # the plan that fits is slower than the solution of the initial problem
     assert len(ended) > 1 and not any(ended) and tight.proof.gap > 0.01
     ended.clear()
     bare = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
     bare.regions = frozenset()
     assert bare.find_best() and ended == [False], (
-        "what is proven without kernels is not proven of all plans"
+        "a proof without kernels is not a proof for all plans"
     )
     monkeypatch.setattr(PlannerLoop, "_prove_to_the_end", lambda _, state, best: best)
     assert planned().plan.proof.gap > 0.4
 
 
 @pytest.mark.parametrize("memory_bytes", [2**20, 240_000])
-def test_a_faster_plan_of_a_search_for_the_bound_is_kept_though_the_bound_stays(
+def test_a_faster_plan_found_by_the_search_for_the_bound_is_kept(
     memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Searches for a plan only return one for less memory. In 240,000 bytes, the solution of the
@@ -165,7 +163,7 @@ def test_a_faster_plan_of_a_search_for_the_bound_is_kept_though_the_bound_stays(
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
+def test_a_plan_over_the_budget_is_retried_only_with_other_kernels(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, tried = list[Solution](), list[StageProgram]()
@@ -197,7 +195,7 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
         assert (len(answers), len(tried)) == (2, 1)
 
 
-def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
+def test_a_search_runs_its_phases_in_order_and_ends_with_a_plan_or_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     phases, functions = list[SearchPhase](), PlannerLoop.phases.fget
@@ -235,7 +233,7 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
     assert phases == [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.FINISH, SearchPhase.SHRINK]
 
 
-def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them() -> None:
+def test_a_search_restarts_without_kernels_if_plans_with_kernels_do_not_fit() -> None:
     search = prepare_search(trace(), MESH, GLOO, PlanOptions(), Clock(lambda _: None))
     learnt = replace(
         search.ungrouped_layers.learnt, retained=(search.ungrouped_layers.problem.moments[0],)
@@ -255,12 +253,12 @@ def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them(
         Effort.WHOLE,
     )
     assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, (
-        "a bound of all plans holds on"
+        "a bound of all plans stays valid"
     )
     assert (again.smallest, again.decided, again.best) == (0, (), None)
 
 
-def test_every_phase_is_told_and_timed() -> None:
+def test_every_phase_is_reported_and_timed() -> None:
     told: list[str] = []
     made = make_plan(trace(), MESH, GLOO, PlanOptions(), progress=told.append)
     assert told == [
@@ -277,7 +275,7 @@ def test_every_phase_is_told_and_timed() -> None:
     assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
 
 
-def test_constraints_are_checked_against_the_mesh_before_anything_is_done() -> None:
+def test_constraints_are_checked_against_the_mesh_before_the_search() -> None:
     told: list[str] = []
     options = PlanOptions(constraints=(layout("layers.*", input="R"),))
     with pytest.raises(ConstraintError, match="1 placements, but mesh a=2,b=2 has 2 axes"):
@@ -286,7 +284,7 @@ def test_constraints_are_checked_against_the_mesh_before_anything_is_done() -> N
 
 
 @pytest.mark.slow
-def test_both_solvers_make_plans_of_one_price() -> None:
+def test_both_solvers_find_plans_with_the_same_objective() -> None:
     ours, theirs = planned(gap=0.0), planned(gap=0.0, solver="cbc")
     assert theirs.plan.proof.solver == "cbc"
     assert theirs.plan.proof.objective_s == pytest.approx(ours.plan.proof.objective_s)
@@ -296,9 +294,7 @@ def test_strict_planning_of_a_model_whose_ops_all_have_rules_succeeds() -> None:
     assert planned(strict=True).plan.options["strict"] is True
 
 
-def test_what_a_runner_up_costs_is_the_exact_price_of_the_change_and_of_few_it_is_the_best() -> (
-    None
-):
+def test_the_cost_of_a_runner_up_is_the_exact_price_of_the_change() -> None:
     problem = priced(Mesh(2)).problem
     choices = solve(problem, gap=0.0)
     now = evaluate(problem, choices.strategies, choices.recomputed).objective_s
@@ -329,7 +325,7 @@ def test_an_optimizer_without_state_needs_less_memory() -> None:
     assert with_state.memory_bytes["optimizer"] == 2 * with_state.memory_bytes["parameters"]
 
 
-def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
+def test_a_profile_without_a_link_is_refused() -> None:
     with pytest.raises(AutoparError, match="has no link 'inter'"):
         make_plan(
             trace(),
@@ -340,7 +336,7 @@ def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
+def test_after_the_time_limit_the_best_plan_so_far_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solves, answer, orders = list[bool](), solving.choices_or_least, list[StageProgram]()
@@ -362,12 +358,12 @@ def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     assert found.prediction.peak_bytes <= 110 * KIB
     assert found.proof.bound_s <= free.prediction.step_s * (1 + 1e-9) and found.proof.gap > 0.0
     assert solves[0] and not orders, (
-        "a first plan is waited for, an order of its communications is not"
+        "the search waits for a first plan, but not for an order of its communication"
     )
 
 
 @pytest.mark.parametrize(("spent", "most"), [(0.0, 3e9), (1e12, 1.25e12)])
-def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_what_they_need(
+def test_only_the_search_for_the_bound_has_a_limit_of_work(
     spent: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[float]()
@@ -383,7 +379,7 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
     assert asked == [most, math.inf, math.inf]
 
 
-def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
+def test_a_search_exceeds_its_time_limit_only_until_it_has_a_plan() -> None:
     problem = priced(MESH).problem
     engines = [
         BranchAndCut(SearchRequest(problem, 0.0, 10, time_limit_s=0.0, waits=waits))

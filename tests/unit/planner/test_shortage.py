@@ -1,5 +1,5 @@
-"""Where nothing fits: which constraints ask for more than the budget, in the user's words, and
-what would do."""
+"""If nothing fits, the error names the constraints that need more than the budget, as the user
+wrote them, and how much memory suffices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(memory_bytes: int, *constraints: Constraint, **options: Any) -> Infe
 
 
 @pytest.mark.slow
-def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> None:
+def test_only_the_constraint_that_exceeds_the_budget_is_named() -> None:
     error = refusal(200 * KIB, SQUARE, ddp(["a", "b"]))
     assert (
         "; ddp(axes=['a', 'b']) asks for more than the budget: without it at least " in error.what
@@ -47,9 +47,7 @@ def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> 
 
 
 @pytest.mark.slow
-def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_not_tried_is_said() -> (  # noqa: E501
-    None
-):
+def test_if_no_plan_fits_without_constraints_none_is_named_and_untried_options_are() -> None:
     error = refusal(64 * KIB, ddp(["a", "b"]))
     assert "asks for" not in error.what
     assert error.remedy.endswith(
@@ -69,14 +67,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = ("microbatches", "stages")  # half a minute each
+SLOW = ("microbatches", "stages")  # these take half a minute each
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
 )
-def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_needs_which_does(
+def test_the_needed_memory_is_between_a_proven_bound_and_the_peak_of_a_found_plan(
     kind: str,
 ) -> None:
     error = refusal(64 * KIB, **KINDS[kind])
@@ -90,9 +88,7 @@ def test_the_least_that_would_do_lies_between_what_is_proven_and_what_a_plan_nee
 
 
 @pytest.mark.slow
-def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them_there_is_enough() -> (  # noqa: E501
-    None
-):
+def test_constraints_within_stages_and_microbatches_that_exceed_the_budget_are_named() -> None:
     error = refusal(200 * KIB, pipeline("a", microbatches=2), ddp("b"))
     assert "; ddp(axes=['b']) asks for more than the budget: without it at least " in error.what, (
         error.what

@@ -1,4 +1,4 @@
-"""Ranks agree on each operation: here threads that share a store stand for ranks."""
+"""Ranks agree on each operation. In these tests, threads that share a store represent ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Told = dict[int, RankError]
 
 
 class Ranks:
-    """Agreements of several ranks over one store."""
+    """The agreements of several ranks that share one store."""
 
     def __init__(self, num: int, limit_s: float = 60.0) -> None:
         self.store = dist.HashStore()
         self.each = [Agreement(self.store, rank, num, limit_s) for rank in range(num)]
 
     def run(self, action: Callable[[int, Agreement], None]) -> Told:
-        """Run `action` on each rank at once; what each is told."""
+        """Run `action` on all ranks concurrently. Return the errors by rank."""
         told: Told = {}
 
         def one(rank: int) -> None:
@@ -47,23 +47,23 @@ class Ranks:
 
 
 def steps(rank: int, each: Agreement) -> None:
-    """Two steps."""
+    """Run two training steps."""
     for _ in range(2):
         each.begin("calls the model", True)
         each.begin("runs backward")
 
 
-def test_ranks_that_do_the_same_pass_and_leave_nothing_behind() -> None:
+def test_ranks_with_equal_operations_pass_and_the_store_does_not_grow() -> None:
     ranks = Ranks(3)
     assert not ranks.run(steps)
     after_two = ranks.store.num_keys()
     for _ in range(10):
         assert not ranks.run(steps)
-    few = 3 * 8  # records of each rank are kept, and overwritten
+    few = 3 * 8  # the records of each rank stay and are overwritten
     assert ranks.store.num_keys() <= after_two + few
 
 
-def test_of_two_ranks_the_one_that_departs_from_what_followed_before_is_named() -> None:
+def test_of_two_ranks_the_one_that_departs_from_the_earlier_sequence_is_named() -> None:
     ranks = Ranks(2)
     assert not ranks.run(steps)
     told = ranks.run(lambda rank, each: each.begin("saves" if rank else "calls the model", True))
@@ -72,7 +72,7 @@ def test_of_two_ranks_the_one_that_departs_from_what_followed_before_is_named() 
     assert "rank 1 does something else than rank 0: rank 1 saves" in told[0].what
 
 
-def test_of_two_ranks_that_never_did_either_none_is_blamed() -> None:
+def test_of_two_ranks_without_an_earlier_sequence_neither_is_blamed() -> None:
     told = Ranks(2).run(lambda rank, each: each.begin("saves" if rank else "loads"))
     assert len(told) == 2 and all(error.ranks == () for error in told.values())
     assert (
@@ -80,26 +80,26 @@ def test_of_two_ranks_that_never_did_either_none_is_blamed() -> None:
     )
 
 
-def test_of_several_ranks_those_that_differ_from_most_are_named() -> None:
+def test_ranks_that_differ_from_the_majority_are_named() -> None:
     told = Ranks(5).run(lambda rank, each: each.begin("saves" if rank in (1, 4) else "loads"))
     assert all(error.ranks == (1, 4) for error in told.values()) and len(told) == 5
     assert "ranks [1, 4] do something else than the others" in told[0].what
 
 
-def test_a_rank_that_skips_a_step_is_named_and_one_with_nothing_to_train_is_not() -> None:
+def test_a_rank_that_skips_an_optimizer_step_is_named() -> None:
     stepped = [True, None, False, True]
     told = Ranks(4).run(lambda rank, each: each.begin("calls the model", stepped[rank]))
     assert all(error.ranks == (2,) for error in told.values()) and len(told) == 4
     assert "rank 2 calls the model without a step of the optimizer before it" in told[0].what
 
 
-def test_after_ranks_were_told_they_go_on_together() -> None:
+def test_ranks_continue_together_after_an_error() -> None:
     ranks = Ranks(2)
     assert len(ranks.run(lambda rank, each: each.begin("saves" if rank else "loads"))) == 2
     assert not ranks.run(steps)
 
 
-def test_a_rank_that_does_not_come_in_time_is_named_with_what_it_did_last() -> None:
+def test_a_rank_that_times_out_is_named_with_its_last_operation() -> None:
     ranks = Ranks(2, limit_s=0.5)
     assert not ranks.run(steps)
     told = ranks.run(lambda rank, each: None if rank else each.begin("calls the model", True))
@@ -108,10 +108,10 @@ def test_a_rank_that_does_not_come_in_time_is_named_with_what_it_did_last() -> N
     assert "the last operation of rank 1: runs backward" in told[0].what
     assert "timeout" in told[0].remedy
     told = ranks.run(lambda rank, each: each.begin("calls the model", True) if rank else None)
-    assert told[1].ranks == (1,), "it comes later, and does not go on alone"
+    assert told[1].ranks == (1,), "it arrives later and does not continue alone"
 
 
-def test_a_rank_that_waits_says_so_once_and_for_whom(
+def test_a_waiting_rank_logs_once_which_ranks_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rank_agreement, "TELL_AFTER_S", 0.1)
@@ -139,7 +139,7 @@ def test_a_rank_that_waits_says_so_once_and_for_whom(
     assert "for rank" in said and "2" in said and "of at most 60 s: it calls the model" in said
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_is_named(
+def test_a_rank_that_is_interrupted_while_waiting_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks, interrupted = Ranks(2), threading.Event()
@@ -162,7 +162,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_named(
 
 
 @pytest.mark.parametrize("kind", ["alone", "quiet"])
-def test_the_others_learn_how_a_rank_has_ended_wherever_they_are(
+def test_the_error_on_other_ranks_says_how_a_rank_ended(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(3)
@@ -182,7 +182,7 @@ def test_the_others_learn_how_a_rank_has_ended_wherever_they_are(
     assert "rank 1 has ended: it raised ValueError: no; rank 0 calls the model" in told[0].what
 
 
-def test_who_began_is_named_and_not_who_failed_because_of_it() -> None:
+def test_the_rank_that_failed_first_is_named_and_not_those_that_failed_because_of_it() -> None:
     store = dist.HashStore()
     each = [rank_differences.Ends(store, rank, 3) for rank in range(3)]
     each[0].record(End("it raised RankError: rank 1 has ended", "after"))
@@ -192,7 +192,7 @@ def test_who_began_is_named_and_not_who_failed_because_of_it() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of /proc")
-def test_a_process_that_is_not_there_any_more_has_ended_and_one_of_its_number_is_another() -> None:
+def test_a_dead_process_has_ended_even_if_its_pid_is_reused() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         here, _, started = rank_differences._identity()
         state, its_start = rank_differences._state(child.pid)
@@ -201,16 +201,14 @@ def test_a_process_that_is_not_there_any_more_has_ended_and_one_of_its_number_is
         assert not rank_differences._is_running((here, str(child.pid), started + "0"))
         assert rank_differences._is_running(("another machine", str(child.pid), "0"))
         child.kill()
-        while (
-            rank_differences._state(child.pid)[0] != "Z"
-        ):  # until it is a zombie, which nobody has waited for
+        while rank_differences._state(child.pid)[0] != "Z":  # until it is a zombie process
             pass
         assert not rank_differences._is_running(identity)
     assert not rank_differences._is_running(identity)
 
 
 @pytest.mark.parametrize("num", [2, 3, 7, 64, 1000, 5000])
-def test_a_sum_says_how_many_came_and_whether_all_are_equal(num: int) -> None:
+def test_a_tally_counts_the_arrived_ranks_and_detects_different_calls(num: int) -> None:
     tally, draw = Tally(num), random.Random(num)
     call = RankCall.of(1, f"calls model {draw.random()}", "", True)
     same = [tally.pack(call)] * num
@@ -228,7 +226,7 @@ def test_a_sum_says_how_many_came_and_whether_all_are_equal(num: int) -> None:
     assert tally.count(total) == num and not tally.agrees(total, call)
 
 
-def test_a_record_comes_back_as_it_was_and_names_the_users_line() -> None:
+def test_a_record_round_trips_and_names_the_line_of_the_user() -> None:
     call = RankCall.of(7, "calls " + "x" * 1000, find_line(), None)
     assert RankCall.loads(call.dumps()) == call and len(json.loads(call.dumps())[1]) < 700
     assert "test_agreement.py:" in call.line and "find_line()" in call.line

@@ -1,4 +1,4 @@
-"""Clipping takes many gradients at once, and is bit for bit what it is one by one."""
+"""Clipping processes many gradients at once and is bitwise equal to clipping one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_gradients(*dtypes: torch.dtype) -> list[nn.Parameter]:
 
 
 def one_by_one(gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """The definition."""
+    """Clip gradients in place by the definition, one by one, and return their total norm."""
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     powers = [torch.linalg.vector_norm(g, norm_type, dtype=wide).pow(norm_type) for g in gradients]
     total = torch.stack(powers).sum().pow(1.0 / norm_type)
@@ -45,7 +45,7 @@ def one_by_one(gradients: list[Tensor], max_norm: float, norm_type: float) -> Te
     ],
 )
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_many_gradients_are_clipped_as_each_by_itself(
+def test_clipping_many_gradients_equals_clipping_one_by_one(
     norm_type: float, dtypes: tuple[torch.dtype, ...], max_norm: float
 ) -> None:
     parameters = with_gradients(*dtypes)
@@ -58,19 +58,19 @@ def test_many_gradients_are_clipped_as_each_by_itself(
     )
 
 
-def test_the_factor_is_not_rounded_to_sixteen_bits() -> None:
+def test_the_clipping_factor_is_not_rounded_to_16_bits() -> None:
     p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     p.grad = torch.full_like(p, 3e4)
     clip_grad_norm_([p], 0.01)
     assert p.grad.double().norm().item() == pytest.approx(0.01, rel=2e-3)
 
 
-def test_without_gradients_the_norm_is_zero_and_nothing_happens() -> None:
+def test_without_gradients_the_norm_is_zero() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0.0
 
 
 @pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
-def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+def test_an_invalid_norm_type_is_refused(norm_type: float) -> None:
     parameters = with_gradients(torch.float32)
     with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is not a norm"):
         clip_grad_norm_(parameters, 1.0, norm_type)

@@ -1,5 +1,5 @@
-"""A call that passes what forward has as a default anyway is the call that leaves it out, and
-has its program."""
+"""A call that passes the default value of an argument uses the same program as a call that
+omits the argument."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["whole", "microbatches"])
 @pytest.mark.parametrize("compiled_for", WAYS)
-def test_all_ways_to_pass_defaults_are_one_program(
+def test_all_ways_to_pass_default_values_use_one_program(
     compiled_for: str, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", OTHERS, ids=lambda given: next(iter(given)))
-def test_what_is_no_default_has_a_program_of_its_own_with_or_without_defaults_beside(
+def test_a_value_other_than_the_default_has_its_own_program(
     given: dict[str, Any],
 ) -> None:
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_what_is_no_default_has_a_program_of_its_own_with_or_without_defaults_be
 
 
 def wrapping(forward: Any) -> Any:
-    """Puts in another value where `flip` is left out, as decorators of models with
+    """Wrap forward so that another value replaces an omitted `flip`, as decorators of models with
     configurations do."""
 
     @functools.wraps(forward)
@@ -100,7 +100,7 @@ def wrapping(forward: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "hook"])
-def test_a_default_that_something_before_forward_may_replace_is_none(how: str) -> None:
+def test_a_default_that_a_wrapper_or_a_hook_replaces_is_not_used_as_the_default(how: str) -> None:
     torch.manual_seed(0)
     model: Any = (
         type("Wrapped", (Net,), {"forward": wrapping(Net.forward)})() if how == "wrapped" else Net()

@@ -1,5 +1,5 @@
-"""Programs have first derivatives: who asks for second ones is told so, and all other ways
-through backward go on."""
+"""Programs compute first derivatives. Second derivatives are refused, and all other uses of
+backward work."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def loss_of(found: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("scale", [1, 3])  # of a scaled loss what comes back has a graph itself
+@pytest.mark.parametrize("scale", [1, 3])  # the gradient of a scaled loss has a graph
 @pytest.mark.parametrize(("loss", "microbatches"), [(True, 1), (True, 2), (False, 1)])
-def test_gradients_of_gradients_are_refused(loss: bool, microbatches: int, scale: int) -> None:
+def test_second_derivatives_are_refused(loss: bool, microbatches: int, scale: int) -> None:
     plain, module = pair(
         loss=loss, **({"num_microbatches": microbatches} if microbatches > 1 else {})
     )
@@ -61,7 +61,7 @@ def test_gradients_of_gradients_are_refused(loss: bool, microbatches: int, scale
         (loss_of(module(X)) * scale).backward(create_graph=True)
 
 
-def test_they_are_refused_through_an_output_beside_the_loss() -> None:
+def test_second_derivatives_through_another_output_are_refused() -> None:
     _, module = pair(outputs="full")
     with pytest.raises(RuntimeStateError, match=SECOND):
         torch.autograd.grad(module(X)["hidden"].sum(), list(module.parameters()), create_graph=True)
@@ -69,12 +69,12 @@ def test_they_are_refused_through_an_output_beside_the_loss() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("loss", [True, False])
-def test_first_ones_under_a_checkpoint_or_with_the_graph_kept_are_the_plain_models(
+def test_gradients_under_checkpoint_or_with_retain_graph_match_the_plain_model(
     loss: bool, reentrant: bool
 ) -> None:
     plain, module = pair(loss=loss)
     loss_of(plain(X)).backward()
-    held = X.clone().requires_grad_()  # a reentrant checkpoint asks for one that has a gradient
+    held = X.clone().requires_grad_()  # a reentrant checkpoint needs an input that requires grad
 
     def called(x: Tensor) -> Tensor:
         return loss_of(module(x.detach()))
@@ -99,7 +99,7 @@ TRACERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
-def test_a_compiled_module_is_not_traced_again(tracer: str) -> None:
+def test_tracing_a_compiled_module_is_refused(tracer: str) -> None:
     _, module = pair(loss=True)
     with pytest.raises(
         RuntimeStateError, match=rf"a compiled module cannot [\s\S]*by {tracer.replace('.', '[.]')}"

@@ -1,4 +1,4 @@
-"""Meshes of torch's, beside process groups that come and go."""
+"""Device meshes of torch when process groups are destroyed and created again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.core.mesh import Mesh
 from autopar.runtime.device_mesh import device_mesh, joined_axes
 
 
-def test_joined_axes_are_made_anew_for_new_process_groups() -> None:
+def test_joined_axes_are_rebuilt_for_new_process_groups() -> None:
     for _ in range(2):
         devices = device_mesh(Mesh({"a": 1, "b": 1}))
         joined = joined_axes(devices, [[0, 1]])

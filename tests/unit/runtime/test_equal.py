@@ -1,4 +1,4 @@
-"""What ranks compare of their tensors: shape, dtype and values in their order."""
+"""Tensor digests that ranks compare: they depend on shape, dtype and values in logical order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from autopar.runtime.rank_consistency import _digest
 
 
-def test_tensors_of_the_same_bytes_are_not_the_same_where_shape_or_dtype_differs() -> None:
+def test_digests_of_equal_bytes_differ_if_shape_or_dtype_differs() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     assert _digest(x) == _digest(x.clone()) == _digest(x.T.contiguous().T)
     others = [x.reshape(3, 2), x.flip(0), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32)]
@@ -16,7 +16,7 @@ def test_tensors_of_the_same_bytes_are_not_the_same_where_shape_or_dtype_differs
     assert _digest(torch.empty(2, 3, device="meta")) is None
 
 
-def test_how_a_tensor_lies_in_memory_is_no_difference() -> None:
+def test_digests_do_not_depend_on_strides() -> None:
     table = torch.arange(12.0).reshape(4, 3)
     column, number = table[:, 1], torch.tensor(2.5).expand(4)
     assert _digest(column) == _digest(column.contiguous()) != _digest(table[:, 2])

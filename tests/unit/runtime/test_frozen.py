@@ -1,5 +1,5 @@
-"""What forward reads and a program has as a constant, wherever it is, may not change between
-calls without a word."""
+"""A value that forward reads and a program has as a constant must not change silently between
+calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scaled(nn.Module):
 
 
 def made() -> tuple[Any, Any]:
-    """A model, and what sets the variables around its forward."""
+    """Return a model and a function that sets the closure variables of its forward."""
     weights, beta, unread = torch.ones(4), 1.0, 1.0
 
     class Net(nn.Module):
@@ -118,7 +118,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any, pytest.MonkeyPatch], Any], str]] = 
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_constant_that_changes_is_refused_wherever_it_is(
+def test_a_changed_constant_is_refused_wherever_it_is_stored(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, around = made()
@@ -135,7 +135,7 @@ def test_a_constant_that_changes_is_refused_wherever_it_is(
         module(X)
 
 
-def test_what_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model, around = made()
     model.unread = torch.zeros(4)
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
@@ -149,7 +149,7 @@ def test_what_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) 
     assert loss.item() == pytest.approx(model(X).item())
 
 
-def test_a_constant_may_be_set_to_what_it_was() -> None:
+def test_a_constant_may_be_set_back_to_its_value() -> None:
     model, around = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     before, model.body.center = model.body.center, torch.ones(4)
@@ -160,7 +160,7 @@ def test_a_constant_may_be_set_to_what_it_was() -> None:
     module(X)
 
 
-def test_what_another_mode_reads_is_looked_at_there() -> None:
+def test_constants_of_the_other_mode_are_checked_in_that_mode() -> None:
     model, _ = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     module.eval()
@@ -173,7 +173,7 @@ def test_what_another_mode_reads_is_looked_at_there() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_tensor_that_another_mode_alone_reads_is_the_users_not_a_copy(when: str) -> None:
+def test_a_tensor_that_only_the_other_mode_reads_is_not_copied(when: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,9 +199,7 @@ def test_a_tensor_that_another_mode_alone_reads_is_the_users_not_a_copy(when: st
     module(X)
 
 
-def test_neither_the_model_nor_its_tensors_are_kept_and_a_copy_of_the_module_looks_at_the_same() -> (  # noqa: E501
-    None
-):
+def test_constant_checks_keep_no_reference_to_the_model_and_work_in_copies() -> None:
     model, around = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     copied, held = copy.deepcopy(module), [weakref.ref(model), weakref.ref(model.body.center)]

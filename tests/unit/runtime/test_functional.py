@@ -1,5 +1,5 @@
-"""torch.func: a program is called with other parameters where they rest as its own do, and is
-not transformed."""
+"""torch.func: a program accepts other parameters with the same placement and refuses
+transforms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     [{}, {"num_microbatches": 2}, {"loss": False}],
     ids=["whole", "microbatches", "no loss"],
 )
-def test_transforms_are_refused(name: str, options: dict[str, Any]) -> None:
+def test_torch_func_transforms_are_refused(name: str, options: dict[str, Any]) -> None:
     _, module = pair(**options)
     with pytest.raises(
         RuntimeStateError, match=r"under a transform of torch\.func[\s\S]*torch\.autograd\.grad"
@@ -65,7 +65,7 @@ def test_transforms_are_refused(name: str, options: dict[str, Any]) -> None:
     module(X)
 
 
-def test_they_are_refused_before_the_model_is_planned_in_them() -> None:
+def test_a_deferred_module_refuses_transforms_before_it_plans() -> None:
     module: Any = autopar.compile(Net(), hardware="cpu-gloo")
     with pytest.raises(RuntimeStateError, match=r"under a transform of torch\.func"):
         vmap(module)(torch.stack([X, X]))
@@ -78,7 +78,7 @@ def test_they_are_refused_before_the_model_is_planned_in_them() -> None:
     [{}, {"num_microbatches": 2}, {"loss": False}],
     ids=["whole", "microbatches", "no loss"],
 )
-def test_other_parameters_of_a_call_get_the_plain_models_gradients(
+def test_parameters_passed_by_functional_call_get_the_gradients_of_the_plain_model(
     options: dict[str, Any], whole: bool
 ) -> None:
     plain, module = pair(**options)

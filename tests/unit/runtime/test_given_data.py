@@ -1,5 +1,5 @@
-"""A parameter that was assigned data computes with what it had: that is told, and what writes into
-it is not."""
+"""A program would ignore data assigned to a parameter, so the assignment is refused. In-place
+writes are allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def module() -> Any:
 @pytest.mark.parametrize(
     "data", [lambda p: torch.eye(8), lambda p: p.data * 0.5], ids=["plain", "distributed"]
 )
-def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(
+def test_a_parameter_with_assigned_data_is_refused_at_the_next_call(
     module: Any, data: Callable[[Any], Tensor]
 ) -> None:
     module(X).backward()
@@ -49,7 +49,7 @@ def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(
 
 
 @pytest.mark.parametrize("calls", [(X[:2],), (X[:2], X)], ids=["another shape", "both shapes"])
-def test_it_is_refused_too_if_the_next_call_needs_another_program(
+def test_assigned_data_is_refused_if_the_next_call_needs_another_program(
     module: Any, calls: tuple[Tensor, ...]
 ) -> None:
     module(X)
@@ -62,7 +62,7 @@ def test_it_is_refused_too_if_the_next_call_needs_another_program(
         module(X)
 
 
-def test_what_writes_into_it_goes_on(module: Any) -> None:
+def test_in_place_writes_to_parameters_are_allowed(module: Any) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     before = module(X)
     before.backward()

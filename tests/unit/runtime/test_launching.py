@@ -1,4 +1,4 @@
-"""What `autopar run` asks torchrun for."""
+"""The torchrun arguments that `autopar run` passes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(runpy, "run_module", lambda name, run_name: None)
     monkeypatch.setenv(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", ""
-    )  # so that it is as before afterwards
+    )  # so that monkeypatch restores it after the test
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     path = tmp_path / "train.py"
     path.touch()
     return path
 
 
-def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
+def test_one_machine_needs_no_rendezvous_address(script: Path) -> None:
     launch(script, ["--steps", "3"], num_processes=4)
     assert sys.argv == [
         "torchrun",
@@ -48,7 +48,7 @@ def test_one_machine_needs_no_place_to_meet(script: Path) -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "asked", "started"), [(8, None, 8), (0, None, 1), (8, 2, 2), (1, 2, 2)]
 )
-def test_by_default_each_gpu_has_a_process_and_of_several_each_has_its_own_from_the_begin(
+def test_by_default_each_gpu_has_one_process(
     num_gpus: int, asked: int | None, started: int, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
@@ -58,7 +58,7 @@ def test_by_default_each_gpu_has_a_process_and_of_several_each_has_its_own_from_
 
 
 @pytest.mark.slow
-def test_a_script_that_is_started_with_a_gpu_runs_as_python_runs_it(tmp_path: Path) -> None:
+def test_a_script_started_by_the_launch_worker_runs_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'beside'", encoding="utf-8")
     script = tmp_path / "train.py"
     script.write_text(
@@ -83,12 +83,12 @@ def test_a_script_that_is_started_with_a_gpu_runs_as_python_runs_it(tmp_path: Pa
     ), done.stderr
 
 
-def test_where_machines_come_and_go_losing_one_does_not_end_the_run(script: Path) -> None:
+def test_an_elastic_run_restarts_after_losing_a_machine(script: Path) -> None:
     launch(script, [], nodes="1:2", meet="host:29500")
     assert "--max-restarts=10" in sys.argv
 
 
-def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
+def test_an_elastic_run_uses_a_new_rendezvous_store_each_time(script: Path) -> None:
     launch(script, [], num_processes=8, nodes="2:4", meet="host:29500", restarts=3)
     told = [
         "--nnodes=2:4",
@@ -99,7 +99,7 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
     ]
     assert sys.argv == ["torchrun", *told, "--nproc-per-node=8", str(script)]
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", (
-        "else a machine that joins later waits for the first one's word"
+        "otherwise a machine that joins later waits for the first one"
     )
 
 
@@ -112,7 +112,7 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
         ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2"),
     ],
 )
-def test_what_cannot_be_started_is_refused(
+def test_invalid_launch_arguments_are_refused(
     script: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(AutoparError, match=words):
@@ -126,7 +126,7 @@ def test_what_cannot_be_started_is_refused(
     [(None, None, (1, 1)), ("4", None, (1, 4)), ("16", "8", (2, 8)), ("6", "4", 6)],
     ids=str,
 )
-def test_the_mesh_is_by_default_all_that_was_started(
+def test_the_default_mesh_covers_all_launched_processes(
     monkeypatch: pytest.MonkeyPatch, world: str | None, here: str | None, shape: object
 ) -> None:
     for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
@@ -138,7 +138,7 @@ def test_the_mesh_is_by_default_all_that_was_started(
 
 
 @pytest.mark.slow
-def test_where_the_script_fails_torchruns_own_traceback_is_left_out(tmp_path: Path) -> None:
+def test_the_traceback_of_torchrun_is_omitted_if_the_script_fails(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("raise ValueError('as the user wrote it')\n")
     command = [sys.executable, "-m", "autopar", "run", "-n", "2", str(path)]

@@ -1,5 +1,5 @@
-"""Steps of optimizers on local tensors: the values, the state and the version counters of a step on
-the parameters themselves."""
+"""Optimizer steps on local tensors have the values, the state and the version counters of steps on
+the parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def module(compiled: ParallelModule) -> ParallelModule:
 
 @pytest.fixture
 def on_parameters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that were called on parameters."""
+    """The names of the functions called on parameters."""
     called: list[str] = []
     own = HeldTensor._run_function
 
@@ -86,7 +86,7 @@ def test_steps_on_local_tensors_equal_those_of_the_plain_model(
         for model, optimizer in pair:
             on_parameters.clear()
             advance(model, optimizer)
-        if number:  # the first step makes the state
+        if number:  # the first step creates the state
             assert not {"add_", "mul_", "addcdiv_", "addcmul_", "lerp_", "add"} & {*on_parameters}
     for name, parameter in plain.named_parameters():
         assert torch.equal(module.get_parameter(name).to_local(), parameter), name  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_steps_on_local_tensors_equal_those_of_the_plain_model(
             assert torch.equal(torch.as_tensor(getattr(other, "_local_tensor", other)), value)
 
 
-def test_a_step_counts_as_a_write_of_every_parameter_and_no_gradient_stays_in_its_memory(
+def test_a_step_increments_the_version_of_every_parameter_and_keeps_no_local_gradient(
     module: ParallelModule,
 ) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
@@ -108,13 +108,13 @@ def test_a_step_counts_as_a_write_of_every_parameter_and_no_gradient_stays_in_it
     assert all(p._local_tensor.grad is None for p in module.parameters())  # type: ignore[attr-defined]
 
 
-def test_state_that_a_later_step_makes_is_distributed_like_its_parameter(
+def test_state_created_by_a_later_step_is_distributed_like_its_parameter(
     module: ParallelModule, on_parameters: list[str]
 ) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
     advance(module, optimizer)
     for state in optimizer.state.values():
-        state["momentum_buffer"] = None  # as torch saved it of steps without momentum
+        state["momentum_buffer"] = None  # as torch saves it after steps without momentum
     on_parameters.clear()
     advance(module, optimizer)
     assert "add_" not in on_parameters
@@ -124,7 +124,7 @@ def test_state_that_a_later_step_makes_is_distributed_like_its_parameter(
 
 
 @pytest.mark.parametrize("why", ["a hook", "a closure", "a tensor as the rate", "another gradient"])
-def test_steps_that_need_the_parameters_themselves_get_them(
+def test_steps_that_need_distributed_parameters_do_not_run_on_local_tensors(
     module: ParallelModule, on_parameters: list[str], why: str
 ) -> None:
     rate: Any = torch.tensor(0.05) if why == "a tensor as the rate" else 0.05

@@ -1,5 +1,5 @@
-"""Losses that are multiplied after the call, where backward runs inside of it: one stage in two
-microbatches, on one device."""
+"""Losses that are scaled after a call that already ran backward: one stage with two microbatches
+on one device."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 def pair(
     *, factor: float = TINY, noise: float = 0.0, dtype: torch.dtype = torch.float16
 ) -> tuple[Any, Any]:
-    """The plain model and the compiled one; with `noise` two compiled ones, of which the first
-    is told the scale before it is called."""
+    """Return the plain and the compiled model. With `noise`, return two compiled models; the loss
+    scale of the first is set before the call."""
     torch.manual_seed(0)
     plain = Net(factor, noise, dtype)
     made = [
@@ -78,7 +78,7 @@ def apart(wanted: list[Tensor], found: list[Tensor]) -> float:
 
 @pytest.fixture
 def num_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """How many schedules ran since it was asked last."""
+    """A function that returns how many schedules ran since its last call."""
     count, step = [0], StageCalls.step
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     yield taken
 
 
-def test_a_step_runs_again_when_the_factor_changes_and_only_then(
+def test_a_step_runs_again_only_when_the_loss_factor_changes(
     num_steps: Callable[[], int],
 ) -> None:
     plain, module = pair()
@@ -117,7 +117,9 @@ def test_without_a_scaler_no_step_runs_again(num_steps: Callable[[], int]) -> No
         assert apart(*map(gradients, (plain, module))) < 1e-5
 
 
-def test_random_numbers_and_buffers_are_those_of_one_run(num_steps: Callable[[], int]) -> None:
+def test_a_repeated_step_uses_the_random_numbers_and_buffers_of_one_run(
+    num_steps: Callable[[], int],
+) -> None:
     told, untold = pair(noise=0.5)
     for module, steps in ((told, 1), (untold, 2)):
         first, second = module(*batch(1)), module(*batch(2))
@@ -130,7 +132,7 @@ def test_random_numbers_and_buffers_are_those_of_one_run(num_steps: Callable[[],
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0.0])
-def test_an_infinite_or_undefined_loss_has_gradients_as_such_and_leaves_the_scale(
+def test_an_infinite_or_nan_loss_gives_such_gradients_and_does_not_change_the_scale(
     factor: float,
 ) -> None:
     plain, module = pair(factor=1.0)
@@ -150,7 +152,7 @@ def refusal(do: Callable[[], Any]) -> RuntimeStateError:
     return caught.value
 
 
-def test_a_step_that_cannot_run_again_is_refused_and_the_remedy_works() -> None:
+def test_a_step_that_cannot_be_repeated_is_refused_and_the_remedy_works() -> None:
     plain, module = pair()
     loss = module(*batch())
     with torch.no_grad():
@@ -177,10 +179,8 @@ def test_a_step_that_cannot_run_again_is_refused_and_the_remedy_works() -> None:
     assert apart(*map(gradients, (plain, module))) < 2e-3
 
 
-def test_buffers_that_changed_where_no_scale_was_to_be_expected_are_refused_and_the_remedy_works() -> (  # noqa: E501
-    None
-):
-    """In float32 a factor has to be beyond all that a scaler uses."""
+def test_an_unexpected_scale_after_buffers_changed_is_refused_and_the_remedy_works() -> None:
+    """In float32 only a factor beyond the range of a scaler makes a step run again."""
     torch.manual_seed(0)
     module: Any = autopar.compile(
         Net(1.0, 0.5, torch.float32),
@@ -201,7 +201,7 @@ def test_buffers_that_changed_where_no_scale_was_to_be_expected_are_refused_and_
     assert all(bool(x.isfinite().all()) for x in gradients(module))
 
 
-def test_a_factor_that_changes_with_every_step_is_told_of_once_with_what_to_do(
+def test_a_factor_that_changes_every_step_warns_once_with_the_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, module = pair()
@@ -217,7 +217,7 @@ def test_a_factor_that_changes_with_every_step_is_told_of_once_with_what_to_do(
     )
 
 
-def test_gradients_are_multiplied_only_where_that_is_exact() -> None:
+def test_gradients_are_rescaled_only_if_that_is_exact() -> None:
     assert may_be_multiplied(1.0, 2.0**24, is_fp16=False) and not may_be_multiplied(
         1.0, 2.0**24, is_fp16=True
     )

@@ -1,4 +1,4 @@
-"""What would train something else than the user means is refused where it happens."""
+"""Uses that would silently train something other than intended are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
 
 class Net(nn.Module):
-    """Two losses, and outputs with and without a gradient."""
+    """A model with two losses, and outputs with and without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_backward_through_another_output_than_the_loss_is_refused(
     outputs: str, microbatches: int, name: str
 ) -> None:
     if microbatches == 2 and outputs == "dtensor":
-        return  # it has none
+        return  # not available
     _, module = pair(outputs=outputs, num_microbatches=microbatches)
     found = module(**BATCH)
     with pytest.raises(RuntimeStateError, match=f"backward runs through the output '{name}'"):
@@ -62,7 +62,7 @@ def test_backward_through_another_output_than_the_loss_is_refused(
 
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
-def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing_else(
+def test_outputs_require_a_gradient_exactly_if_those_of_the_plain_model_do(
     outputs: str,
 ) -> None:
     plain, module = pair(outputs=outputs)
@@ -78,9 +78,7 @@ def test_outputs_require_a_gradient_where_the_plain_models_do_and_change_nothing
         assert not any(x.requires_grad for x in module(**BATCH).values())
 
 
-def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_plain_model_is_not() -> (  # noqa: E501
-    None
-):
+def test_an_optimizer_built_before_compile_is_refused_unless_it_trains_the_plain_model() -> None:
     torch.manual_seed(0)
     plain = Net()
     before = torch.optim.AdamW(plain.parameters())
@@ -96,7 +94,7 @@ def test_an_optimizer_that_was_built_before_is_refused_and_one_that_trains_the_p
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_the_state_of_a_plain_models_optimizer_is_gone_on_with(begun: bool) -> None:
+def test_training_continues_with_the_optimizer_state_of_the_plain_model(begun: bool) -> None:
     plain, module = pair()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, module)]
 
@@ -123,16 +121,16 @@ def test_the_state_of_a_plain_models_optimizer_is_gone_on_with(begun: bool) -> N
 @pytest.mark.parametrize(
     "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
-def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
+def test_hooks_that_would_never_run_are_refused(kind: str) -> None:
     _, module = pair()
     with pytest.raises(RuntimeStateError, match="would never run"):
         getattr(module.body, f"register_{kind}")(print)
     with pytest.raises(RuntimeStateError, match="cannot be called alone"):
         module.body(BATCH["x"])
-    getattr(module, f"register_{kind}")(lambda *_: None)  # the whole is called
+    getattr(module, f"register_{kind}")(lambda *_: None)  # hooks of the root module run
 
 
-def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_not_set() -> None:
+def test_plain_attributes_can_be_read_and_captured_ones_cannot_be_set() -> None:
     _, module = pair()
     assert module.factor == 2.0 and module.drop.p == 0.0 and module.body.in_features == 8
     for part, name in ((module, "factor"), (module.drop, "p")):
@@ -146,9 +144,7 @@ def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_
         module.nothing  # noqa: B018
 
 
-def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_refused_while_it_is_there() -> (  # noqa: E501
-    None
-):
+def test_a_captured_attribute_changed_on_the_plain_model_is_refused() -> None:
     torch.manual_seed(0)
     plain = Net()
     plain.unread = 1.0  # type: ignore[assignment]
@@ -174,7 +170,7 @@ def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_re
         module(**BATCH)
 
 
-def test_the_mode_of_a_part_is_set_on_the_plain_model_alone() -> None:
+def test_the_mode_of_a_submodule_can_be_set_only_on_the_plain_model() -> None:
     _, module = pair()
     for set_mode in (module.drop.eval, module.body.train):
         with pytest.raises(RuntimeStateError, match="mode of a part"):
@@ -182,7 +178,7 @@ def test_the_mode_of_a_part_is_set_on_the_plain_model_alone() -> None:
     assert not module.eval().drop.training and module.train().drop.training
 
 
-def test_a_setting_that_forward_guesses_is_no_constant_that_was_changed() -> None:
+def test_an_attribute_that_forward_initializes_is_not_a_changed_constant() -> None:
     class Guessing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -201,12 +197,12 @@ def test_a_setting_that_forward_guesses_is_no_constant_that_was_changed() -> Non
     )
 
 
-def test_neither_a_bound_method_nor_what_hides_modules_is_shown_or_held() -> None:
+def test_bound_methods_of_the_plain_model_are_not_attributes_of_the_compiled_module() -> None:
     plain, module = pair()
     assert not hasattr(module, "bound") and hasattr(plain, "bound")
 
 
-def test_optimizers_with_state_of_their_own_kind_pass() -> None:
+def test_optimizers_with_custom_state_entries_work() -> None:
     _, module = pair()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.state["calls"] = 0  # type: ignore[index]

@@ -45,7 +45,7 @@ def call(model: torch.nn.Module, seed: int = 1) -> dict[str, Any]:
     return result
 
 
-def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes(
+def test_a_module_on_one_device_needs_no_launcher_and_matches_the_plain_model(
     devices: DeviceMesh,
 ) -> None:
     module, plain = build(devices), Toy()
@@ -62,7 +62,7 @@ def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes
 
 
 class Scores(torch.nn.Module):
-    """A loss, and an output of each sample."""
+    """A model that returns a loss and one output per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Scores(torch.nn.Module):
 SAMPLES = {"x": torch.linspace(-1.0, 1.0, 64).reshape(8, 8), "y": torch.linspace(0.0, 1.0, 8)}
 
 
-def test_a_schedule_of_one_stage_and_one_microbatch_computes_what_a_direct_call_computes(
+def test_a_schedule_with_one_stage_and_one_microbatch_equals_a_direct_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {"hardware": "cpu-gloo", "outputs": "full"}
@@ -98,7 +98,7 @@ def test_a_schedule_of_one_stage_and_one_microbatch_computes_what_a_direct_call_
 
 
 @pytest.mark.parametrize("num", [1, 2])
-def test_a_module_is_of_one_type_and_has_all_methods_whatever_its_plan(num: int) -> None:
+def test_a_module_has_the_same_type_and_methods_for_every_plan(num: int) -> None:
     module = autopar.compile(
         Scores(),
         1,
@@ -120,7 +120,7 @@ def test_a_module_is_of_one_type_and_has_all_methods_whatever_its_plan(num: int)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3))
 
 
-def test_gradients_of_two_calls_add_up(devices: DeviceMesh) -> None:
+def test_gradients_of_two_calls_accumulate(devices: DeviceMesh) -> None:
     module, plain = build(devices), Toy()
     for seed in (1, 2):
         call(module, seed)["loss"].backward()
@@ -136,16 +136,16 @@ def test_the_gradient_of_a_scaled_loss_is_scaled(devices: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_a_second_backward_through_one_call_is_a_clear_error(
-    devices: DeviceMesh, retain: bool
-) -> None:
+def test_a_second_backward_through_one_call_is_refused(devices: DeviceMesh, retain: bool) -> None:
     loss = call(build(devices))["loss"]
     loss.backward(retain_graph=retain)
     with pytest.raises(RuntimeStateError, match="backward ran a second time for one call"):
         loss.backward()
 
 
-def test_parameters_that_backward_reads_may_not_change_before_it(devices: DeviceMesh) -> None:
+def test_parameters_that_backward_reads_must_not_change_before_backward(
+    devices: DeviceMesh,
+) -> None:
     module = build(devices)
     loss = call(module)["loss"]
     with torch.no_grad():
@@ -159,10 +159,10 @@ def test_parameters_that_backward_reads_may_not_change_before_it(devices: Device
     again.backward()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.step()
-    call(module)["loss"].backward()  # behind a step all is well
+    call(module)["loss"].backward()  # after a step the call is valid
 
 
-def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> None:
+def test_a_call_without_backward_frees_its_saved_tensors(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
     with LiveBytes() as live:
         live.register([*module.parameters(), *module.buffers(), *values.values()])
@@ -173,7 +173,7 @@ def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> No
         assert live.live_bytes == before
 
 
-def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: DeviceMesh) -> None:
+def test_under_no_grad_only_forward_runs_and_nothing_is_saved(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
     predicted = trace_peak(program(1, 1).stages[0], train=False)
     with LiveBytes() as live, torch.no_grad():
@@ -186,7 +186,7 @@ def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: Device
     assert predicted.peak_bytes < trace_peak(program(1, 1).stages[0]).peak_bytes
 
 
-def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
+def test_frozen_parameters_get_no_gradient(
     devices: DeviceMesh,
 ) -> None:
     module = build(devices)
@@ -197,14 +197,14 @@ def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
     assert [name for name, p in module.named_parameters() if p.grad is not None] == ["second.bias"]
 
 
-def test_thawing_a_parameter_that_was_planned_frozen_is_refused(devices: DeviceMesh) -> None:
+def test_unfreezing_a_parameter_that_was_planned_as_frozen_is_refused(devices: DeviceMesh) -> None:
     module = build(devices)
     module.scale.requires_grad_(True)
     with pytest.raises(RuntimeStateError, match="'scale' was frozen when the model was compiled"):
         call(module)
 
 
-def test_names_values_and_state_dict_are_the_models(devices: DeviceMesh) -> None:
+def test_names_values_and_state_dict_match_the_plain_model(devices: DeviceMesh) -> None:
     module, plain = build(devices), Toy()
     state = plain.state_dict()
     assert list(module.state_dict()) == list(state)
@@ -217,7 +217,7 @@ def test_names_values_and_state_dict_are_the_models(devices: DeviceMesh) -> None
     assert not module.state_dict().keys() & {"offset"}
 
 
-def test_loading_full_tensors_changes_the_values_and_names_what_does_not_fit(
+def test_loading_full_tensors_sets_the_values_and_names_size_mismatches(
     devices: DeviceMesh,
 ) -> None:
     module, plain = build(devices), Toy()
@@ -229,7 +229,7 @@ def test_loading_full_tensors_changes_the_values_and_names_what_does_not_fit(
         module.load_state_dict({**state, "first.weight": torch.ones(2, 2)})
 
 
-def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceMesh) -> None:
+def test_arguments_may_be_passed_by_position_or_by_name_in_any_order(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
     expected = call(module)["logits"]
     assert torch.equal(module(target=values["target"], x=values["x"])["logits"], expected)
@@ -253,12 +253,14 @@ def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceM
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(devices: DeviceMesh, change: Any, words: str) -> None:
+def test_wrong_arguments_are_named(devices: DeviceMesh, change: Any, words: str) -> None:
     with pytest.raises((RuntimeStateError, CallError), match=words):
         build(devices)(**change(batch()))
 
 
-def test_the_other_mode_is_refused_unless_the_graph_serves_both(devices: DeviceMesh) -> None:
+def test_the_other_mode_is_refused_unless_the_graph_is_the_same_in_both_modes(
+    devices: DeviceMesh,
+) -> None:
     with pytest.raises(RuntimeStateError, match="the program was compiled in train mode"):
         call(build(devices).eval())
     assert call(build(devices, both_modes=True).eval())["loss"].isfinite()
@@ -277,7 +279,7 @@ def test_the_other_mode_is_refused_unless_the_graph_serves_both(devices: DeviceM
         lambda m: m.apply(lambda part: part.double()),
     ],
 )
-def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(
+def test_a_conversion_is_refused_and_changes_nothing(
     devices: DeviceMesh, convert: Callable[[Any], Any]
 ) -> None:
     module = build(devices)
@@ -289,7 +291,7 @@ def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(
     assert call(module)["loss"].isfinite()
 
 
-def test_what_converts_nothing_is_done(devices: DeviceMesh) -> None:
+def test_conversions_without_effect_are_allowed(devices: DeviceMesh) -> None:
     module = build(devices)
     held = list(module.parameters())
     before = call(module)["loss"]
@@ -300,12 +302,12 @@ def test_what_converts_nothing_is_done(devices: DeviceMesh) -> None:
     assert torch.equal(call(module)["loss"], before)
 
 
-def test_shared_memory_is_refused_as_each_process_has_its_part(devices: DeviceMesh) -> None:
+def test_shared_memory_is_refused(devices: DeviceMesh) -> None:
     with pytest.raises(RuntimeStateError, match="cannot be put into shared memory"):
         build(devices).share_memory()
 
 
-def test_a_parameter_that_was_replaced_by_one_of_another_dtype_is_refused(
+def test_a_parameter_replaced_by_one_with_another_dtype_is_refused(
     devices: DeviceMesh,
 ) -> None:
     module = build(devices)
@@ -338,7 +340,7 @@ def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None
     ].requires_grad
 
 
-def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(
+def test_without_a_compiler_inductor_falls_back_to_eager_with_a_warning(
     devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor.shutil, "which", lambda name: None)
@@ -349,7 +351,7 @@ def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_inductor_loads_nothing_that_another_user_may_have_compiled(
+def test_the_inductor_cache_is_private_to_the_user(
     tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -367,12 +369,12 @@ def test_inductor_loads_nothing_that_another_user_may_have_compiled(
     )
 
 
-def test_a_mesh_survives_the_way_to_torch_and_back(devices: DeviceMesh) -> None:
+def test_a_mesh_round_trips_through_a_device_mesh(devices: DeviceMesh) -> None:
     assert mesh_of(devices) == Mesh({"data": 1, "tensor": 1})
 
 
 @pytest.mark.slow
-def test_the_compiled_module_computes_what_the_plain_model_computes(devices: DeviceMesh) -> None:
+def test_a_module_with_inductor_matches_the_plain_model(devices: DeviceMesh) -> None:
     module = build(devices, backend="inductor")
     out = call(module)
     out["loss"].backward()

@@ -1,5 +1,5 @@
-"""An optimizer that holds other state than the plan reserves is told of, once, with both figures
-and a remedy that is right."""
+"""A warning reports once if the optimizer state has another size than the plan reserves, with both
+sizes and a correct remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Signs(Optimizer):
-    """One of a user's own, with one copy of state."""
+    """A custom optimizer with one state tensor per parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, Make, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_other_state_than_planned_is_told_of_once_and_the_remedy_ends_it(
+def test_optimizer_state_of_another_size_than_planned_warns_once_and_the_remedy_works(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     planned, make, words = CASES[case]

@@ -1,4 +1,4 @@
-"""Optimizers are checked at the first step in which they hold a distributed parameter."""
+"""Optimizers are checked at their first step with a distributed parameter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def without_collection() -> Iterator[None]:
 
 
 def on_the_host(value: float) -> Tensor:
-    """A tensor that rests on the host, of a mesh of GPUs."""
+    """Return a tensor in host memory that is distributed over a GPU mesh."""
     gpus = DeviceMesh("cuda", torch.arange(1), mesh_dim_names=("d",), _init_backend=False, _rank=0)
     made: Tensor = hold_value(
         wrap_local(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1))
@@ -41,7 +41,7 @@ def on_the_host(value: float) -> Tensor:
     return made
 
 
-def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
+def test_an_optimizer_is_checked_when_it_gets_distributed_parameters_later() -> None:
     early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([early], lr=0.1, fused=True)
     early.grad = torch.ones(2)
@@ -57,7 +57,7 @@ def test_an_optimizer_that_is_given_parameters_later_is_checked_then() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
-def test_fused_steps_that_dtensor_has_no_rule_for_are_refused_and_others_taken(name: str) -> None:
+def test_fused_steps_without_a_dtensor_rule_are_refused(name: str) -> None:
     held = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     watch_optimizers(held, Steps())
     for p in held:
@@ -72,7 +72,7 @@ def test_fused_steps_that_dtensor_has_no_rule_for_are_refused_and_others_taken(n
     assert all((p < 1.0).all() for p in held)
 
 
-def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(
+def test_parameters_in_host_memory_are_stepped_on_the_host(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours, plain = nn.Parameter(on_the_host(1.0)), nn.Parameter(torch.ones(SHAPE))
@@ -85,7 +85,7 @@ def test_the_host_steps_what_rests_there_though_the_mesh_is_of_gpus(
     assert not caplog.records, "nothing was gathered whole"
 
 
-def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(
+def test_a_step_on_full_tensors_keeps_no_reference_to_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     through = taken._call_disabled
@@ -94,7 +94,7 @@ def test_a_step_that_is_computed_of_whole_tensors_holds_on_to_no_gradient(
         if func is torch._fused_adamw_:
             through(
                 func, types, (*args[:5], [], *args[6:]), kwargs
-            )  # one step for each parameter is missing
+            )  # the step count of each parameter is missing
         return through(func, types, args, kwargs)
 
     monkeypatch.setattr(taken, "_call_disabled", refusing)

@@ -1,5 +1,5 @@
-"""Each process of a launcher has a GPU of its own, whatever was moved to ``"cuda"`` before, and
-its share of the cores."""
+"""Each launched process has its own GPU and its share of the CPU cores, even if tensors were moved
+to ``"cuda"`` before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.runtime.rank_comm import share_cores, take_gpu
 
 @dataclass
 class Gpus:
-    """What torch is asked for, of a machine with some GPUs."""
+    """The state of torch.cuda on a simulated machine with some GPUs."""
 
     num: int
     current: int = 0
@@ -53,7 +53,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         pytest.param(5, 0, 0, id="several share one"),
     ],
 )
-def test_a_process_takes_the_gpu_of_its_place_unless_the_script_has_chosen(
+def test_a_process_uses_the_gpu_of_its_local_rank_unless_the_script_has_set_one(
     place: int, before: int, after: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(place))
@@ -62,7 +62,7 @@ def test_a_process_takes_the_gpu_of_its_place_unless_the_script_has_chosen(
     assert gpus.current == after
 
 
-def test_without_a_launcher_the_current_gpu_stays(
+def test_without_a_launcher_the_current_gpu_does_not_change(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -70,7 +70,7 @@ def test_without_a_launcher_the_current_gpu_stays(
     assert gpus.current == 0
 
 
-def test_more_processes_than_gpus_are_refused_before_torch_is_asked(
+def test_more_processes_than_gpus_are_refused_before_cuda_is_initialized(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "4")
@@ -91,7 +91,7 @@ def test_more_processes_than_gpus_are_refused_before_torch_is_asked(
     [(1, "4", 3), (1, None, 12), (2, "4", 2), (1, "12", 1)],
     ids=["torchrun's one", "alone", "the script's", "a core for each"],
 )
-def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
+def test_a_process_gets_its_share_of_the_cores_for_host_computation(
     before: int,
     here: str | None,
     after: int,
@@ -112,7 +112,7 @@ def test_a_process_has_its_share_of_the_cores_for_what_rests_on_the_host(
 @pytest.mark.parametrize(
     ("backends", "is_told"), [("cpu:gloo,cuda:nccl", False), ("cuda:nccl", True)]
 )
-def test_groups_that_do_not_reach_the_host_are_told_of(
+def test_process_groups_without_a_cpu_backend_give_a_warning(
     backends: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rank_comm, "num_ranks", lambda: 2)
@@ -134,7 +134,7 @@ def compiled() -> tuple[Program, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("place", "remedy"), [("2", "int(os.environ['LOCAL_RANK'])"), (None, "0")])
-def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_once(
+def test_a_batch_on_another_gpu_is_copied_and_warns_once(
     place: str | None,
     remedy: str,
     compiled: tuple[Program, dict[str, Tensor]],
@@ -176,11 +176,11 @@ def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_on
 
 
 class Reached(Exception):
-    """The plan is asked for."""
+    """Raised when planning begins."""
 
 
 @pytest.mark.parametrize("num", [0, 4])
-def test_that_gpus_are_left_alone_is_told(
+def test_a_model_on_the_cpu_of_a_machine_with_gpus_gives_a_warning(
     num: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def reached(*_: object) -> None:
@@ -201,7 +201,7 @@ def test_that_gpus_are_left_alone_is_told(
     [(8, 1, True), (8, (1, 8), False), (8, Mesh(1), False), (1, 1, False)],
     ids=["one", "all", "asked", "alone"],
 )
-def test_that_one_of_several_gpus_works_is_told_where_nobody_has_asked_for_that(
+def test_an_unrequested_use_of_one_of_several_gpus_gives_a_warning(
     num: int, mesh: Any, is_told: bool, gpus: Gpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus.num = num

@@ -1,4 +1,4 @@
-"""Gradients as autograd gives them: each in memory of its own, and under Inductor too."""
+"""Each gradient has its own memory, as with autograd, also with Inductor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import autopar
 
 
 class Turning(nn.Module):
-    """A gradient comes back to an activation with its dims in another order in memory."""
+    """A model with an activation whose gradient has another order of dims in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Turning(nn.Module):
 
 
 @pytest.mark.slow
-def test_inductor_takes_gradients_that_are_written_where_they_lie() -> None:
+def test_inductor_accepts_gradients_with_permuted_strides() -> None:
     plain, x = Turning(), torch.randn(6, 8)
     module = autopar.compile(
         copy.deepcopy(plain), 1, example_inputs=(x,), hardware="cpu-gloo", backend="inductor"
@@ -41,7 +41,7 @@ def test_inductor_takes_gradients_that_are_written_where_they_lie() -> None:
 
 
 class StageCache(nn.Module):
-    """Two parameters have one gradient."""
+    """A model in which two parameters may have the same gradient."""
 
     def __init__(
         self, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,12 +62,12 @@ class StageCache(nn.Module):
     [
         lambda a, b, x: ((a + b).sin() * x).sum(),
         lambda a, b, x: ((a + b.view(8, 6).view(6, 8)).sin() * x).sum(),
-        lambda a, b, x: (a + b + x.sum()).sum(),  # expanded from one number
+        lambda a, b, x: (a + b + x.sum()).sum(),  # an expanded scalar
         lambda a, b, x: (a * x).sum() + (b.t() * x.t()).sum(),
     ],
     ids=["one tensor", "a view of it", "one number", "the batch"],
 )
-def test_gradients_have_memory_of_their_own(loss: Callable[..., torch.Tensor]) -> None:
+def test_gradients_do_not_share_memory(loss: Callable[..., torch.Tensor]) -> None:
     plain, x = StageCache(loss), torch.randn(6, 8)
     module = autopar.compile(copy.deepcopy(plain), 1, example_inputs=(x,), hardware="cpu-gloo")
     for each in (plain, module):

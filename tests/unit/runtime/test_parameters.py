@@ -1,4 +1,4 @@
-"""Storage layouts over the dims of a view, told to torch over the dims of the stored shape."""
+"""Translation of storage layouts over the dims of a view into placements of the stored shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.runtime.device_mesh import device_mesh
         ((6, 4), (6, 4, 1), ((0,), (1, 2))),
     ],
 )
-def test_each_stored_dim_is_seen_as_some_view_dims(
+def test_each_stored_dim_corresponds_to_a_group_of_view_dims(
     shape: tuple[int, ...], view: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
 ) -> None:
     groups = stored_dims(shape, view)
@@ -59,7 +59,7 @@ def test_a_view_that_mixes_stored_dims_is_refused(
         ((24, 8), (3, 8, 8), "S(2) S(1)", (Shard(1), _StridedShard(0, split_factor=3))),
     ],
 )
-def test_placements_say_where_the_data_lies(
+def test_placements_describe_the_stored_shards(
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, expected: tuple[object, ...]
 ) -> None:
     assert stored_placements(shape, view, Layout.parse(layout), (2, 4)) == StoredPlacements(
@@ -81,7 +81,7 @@ def test_placements_say_where_the_data_lies(
         ),
     ],
 )
-def test_axes_that_split_heads_together_are_one_dim_of_the_dtensors_mesh(
+def test_axes_that_split_heads_together_are_one_dim_of_the_mesh_of_the_dtensor(
     layout: str, axes: tuple[tuple[int, ...], ...], expected: tuple[object, ...]
 ) -> None:
     assert stored_placements(
@@ -95,23 +95,23 @@ def test_an_axis_of_size_1_replicates() -> None:
 
 
 @pytest.mark.parametrize("layout", ["S(2)#1 S(2)#0", "S(1) S(2)"])
-def test_a_fused_dim_split_out_of_mesh_order_or_in_two_parts_cannot_be_stored(layout: str) -> None:
+def test_a_fused_dim_split_out_of_mesh_order_or_in_two_places_cannot_be_stored(layout: str) -> None:
     assert not storable((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
     with pytest.raises(LayoutError, match="torch has no placements for"):
         stored_placements((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
 
 
-def test_heads_that_the_axes_together_do_not_divide_cannot_be_stored() -> None:
+def test_heads_not_divisible_by_the_joined_axes_cannot_be_stored() -> None:
     assert storable((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (2, 2))
     assert not storable((8, 30), (8, 3, 10), Layout.parse("S(2) S(2)"), (2, 2))
 
 
-def test_an_uneven_part_of_a_view_cannot_be_stored_but_an_uneven_plain_shard_can() -> None:
+def test_an_uneven_shard_can_be_stored_of_a_plain_dim_but_not_of_a_view_dim() -> None:
     assert not storable((8, 21), (8, 3, 7), Layout.parse("R S(2)"), (2, 2))
     assert storable((7, 8), (7, 8), Layout.parse("R S(0)"), (2, 2))
 
 
-def test_a_mesh_of_several_devices_without_a_launcher_says_how_to_start(
+def test_a_mesh_with_several_devices_without_a_launcher_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)

@@ -1,4 +1,5 @@
-"""A compiled module has the plain model's modules by name and class, and takes no others."""
+"""A compiled module has the submodules of the plain model with their names and classes. No
+submodules can be added."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Named(nn.Module):
-    """A model with attributes whose names compiled modules use for themselves, and with others."""
+    """A model with attributes whose names compiled modules use internally, and with others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Named(nn.Module):
         return 2 * self.program
 
 
-def test_methods_that_read_a_name_which_compiled_modules_use_are_refused() -> None:
+def test_methods_that_read_a_name_used_by_compiled_modules_are_refused() -> None:
     module: Any = autopar.compile(Named(), example_inputs=X, hardware="cpu-gloo")
     assert module.of_others() == 14
     for name, method in (("_names", module.of_private), ("program", module.of_public)):
@@ -62,7 +63,7 @@ def test_methods_that_read_a_name_which_compiled_modules_use_are_refused() -> No
 
 
 class Own(nn.Linear):
-    """A class with what a part must not run."""
+    """A class with methods that a submodule of a compiled module must not run."""
 
     gain = 2.0
 
@@ -132,7 +133,7 @@ def pair(**options: Any) -> tuple[Any, Any]:
     )
 
 
-def test_parts_are_of_the_plain_modules_classes() -> None:
+def test_submodules_have_the_classes_of_the_plain_submodules() -> None:
     plain, module = pair()
     for kind in (nn.Linear, Own, nn.LayerNorm, nn.ModuleList, nn.Sequential, nn.Dropout):
         wanted = [name for name, each in plain.named_modules() if isinstance(each, kind)]
@@ -148,7 +149,7 @@ def test_parts_are_of_the_plain_modules_classes() -> None:
     ) == 3 and "Dropout(p=0.0" in repr(module)
 
 
-def test_containers_are_walked() -> None:
+def test_containers_can_be_indexed_and_iterated_but_not_changed() -> None:
     _, module = pair()
     assert (
         len(module.layers) == 2
@@ -174,7 +175,7 @@ def test_containers_are_walked() -> None:
             change()
 
 
-def test_the_models_own_methods_run_on_what_is_held() -> None:
+def test_methods_of_the_model_run_on_the_distributed_parameters() -> None:
     plain, module = pair()
     assert module.generate() == 1 and module.own.generate().full_tensor().equal(
         plain.own.weight * 2
@@ -183,7 +184,7 @@ def test_the_models_own_methods_run_on_what_is_held() -> None:
     assert not module.own.weight.full_tensor().equal(plain.own.weight)
 
 
-def test_of_libraries_methods_a_compiled_module_has_none_and_says_so() -> None:
+def test_library_methods_that_a_compiled_module_does_not_have_raise_an_explanation() -> None:
     _, module = pair()
     for part, name in ((module.layers[0], "reset_parameters"), (module.layers, "append")):
         assert not hasattr(part, name)
@@ -204,7 +205,7 @@ def test_of_libraries_methods_a_compiled_module_has_none_and_says_so() -> None:
     assert not isinstance(raised.value, AutoparError)
 
 
-def test_properties_of_the_models_classes_are_of_what_is_held() -> None:
+def test_properties_of_the_model_are_read_from_the_distributed_parameters() -> None:
     plain, module = pair()
     assert module.own.device == plain.own.device == torch.device("cpu")
     assert module.own.width == plain.own.width == 4
@@ -223,14 +224,14 @@ def test_properties_of_the_models_classes_are_of_what_is_held() -> None:
         module.own.answer  # noqa: B018
 
 
-def test_a_model_of_transformers_says_where_it_is_and_in_which_dtype() -> None:
+def test_a_compiled_transformers_model_has_device_dtype_and_config() -> None:
     model, batch = zoo_small.llama()
     module: Any = autopar.compile(model, example_inputs=batch, hardware="cpu-gloo")
     assert (module.device, module.dtype, module.config) == (model.device, model.dtype, model.config)
     assert module.model.device == torch.device("cpu")
 
 
-def test_attributes_of_classes_are_shown_and_not_set() -> None:
+def test_class_attributes_can_be_read_and_not_set() -> None:
     _, module = pair()
     assert module.kind == "a net" and module.own.gain == 2.0 and module.own.in_features == 4
     for part, name in ((module, "kind"), (module.own, "gain")):
@@ -239,7 +240,7 @@ def test_attributes_of_classes_are_shown_and_not_set() -> None:
 
 
 @pytest.mark.parametrize("name", ["drop", "extra"])
-def test_modules_are_neither_replaced_nor_added(name: str) -> None:
+def test_submodules_cannot_be_replaced_or_added(name: str) -> None:
     _, module = pair()
     before = module(X).item()
     for part in (module, module.own, module.more):
@@ -258,7 +259,7 @@ def test_modules_are_neither_replaced_nor_added(name: str) -> None:
     assert module(X).item() == before
 
 
-def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
+def test_parameters_and_buffers_can_only_be_replaced_by_tensors_of_the_same_kind() -> None:
     _, module = pair()
     for part, name, value, says in (
         (
@@ -297,7 +298,7 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("kwargs", [False, True])
-def test_a_copy_is_made_without_a_warning_and_learns_apart(num: int, kwargs: bool) -> None:
+def test_a_deep_copy_gives_no_warning_and_trains_independently(num: int, kwargs: bool) -> None:
     plain, batch = Plain(), {"x": torch.randn(4, 4)}
     example: Any = batch if kwargs else (batch["x"],)
     module: Any = autopar.compile(
@@ -325,7 +326,7 @@ class Plain(nn.Module):
         return self.net(x).square().mean()
 
 
-def test_what_is_copied_is_whole_and_nothing_is_pickled() -> None:
+def test_a_deep_copy_is_complete_and_pickling_is_refused() -> None:
     _, module = pair()
     copied = copy.deepcopy(module)
     with torch.no_grad():
@@ -385,7 +386,9 @@ NAMES = (
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatches: int) -> None:
+def test_submodules_with_any_name_train_and_are_saved_as_in_the_plain_model(
+    microbatches: int,
+) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -431,7 +434,7 @@ def test_modules_of_any_name_train_and_are_saved_as_the_plain_models(microbatche
     assert module.random_state == 5
 
 
-def test_under_torch_compile_it_runs_as_ever() -> None:
+def test_a_compiled_module_under_torch_compile_runs_without_tracing() -> None:
     plain, module = pair()
     traced: list[Any] = []
     compiled: Any = torch.compile(
@@ -445,7 +448,7 @@ def test_under_torch_compile_it_runs_as_ever() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("convert", ["half", "double", "bfloat16"])
-def test_what_was_converted_is_refused_whatever_it_is_called_with(
+def test_converted_parameters_are_refused_for_inputs_of_any_dtype(
     convert: str, microbatches: int
 ) -> None:
     _, module = pair(**({"num_microbatches": 2} if microbatches > 1 else {}))
@@ -464,7 +467,7 @@ def test_what_was_converted_is_refused_whatever_it_is_called_with(
 
 
 class Asking(nn.Module):
-    """What it has not it asks a part for, as peft's models do."""
+    """A model that delegates missing attributes to a submodule, as the models of peft do."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -505,7 +508,7 @@ class Asked(nn.Module):
         return "made"
 
 
-def test_a_model_that_asks_a_part_for_what_it_has_not_does_so_when_it_is_compiled() -> None:
+def test_a_compiled_model_delegates_missing_attributes_as_the_plain_model_does() -> None:
     model: Any = Asking(Asking(Asked()))
     module: Any = autopar.compile(model, example_inputs=(torch.ones(2, 4),), hardware="cpu-gloo")
     assert (module.settings, module.depth, module.device, module.how) == (
@@ -521,7 +524,7 @@ def test_a_model_that_asks_a_part_for_what_it_has_not_does_so_when_it_is_compile
     assert not hasattr(model, "of_one_part_alone")
 
 
-def test_a_class_that_answers_in_its_own_way_is_not_asked() -> None:
+def test_a_custom_getattr_that_raises_other_errors_is_not_called() -> None:
     class Odd(Asked):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("of"):

@@ -1,4 +1,4 @@
-"""An output of which a rank has a part is not read as if the part were the whole."""
+"""A sharded output cannot be read as if the local shard were the full tensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def output(*placements: Any) -> Any:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_number_of_one_rank_s_part_is_refused_with_what_to_do(read: str) -> None:
+def test_reading_a_number_from_a_local_shard_is_refused_with_a_remedy(read: str) -> None:
     with pytest.raises(
         RuntimeStateError,
         match=r"would read only this rank's shard[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)",
@@ -67,13 +67,15 @@ def test_a_number_of_one_rank_s_part_is_refused_with_what_to_do(read: str) -> No
         READS[read](output())
 
 
-def test_a_partial_sum_is_no_number_either() -> None:
+def test_reading_a_number_from_a_partial_sum_is_refused() -> None:
     with pytest.raises(RuntimeStateError, match="would read only this rank's shard"):
         output(Partial())[0, 0].item()
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_a_plain_tensor_beside_it_is_refused_with_what_to_do(beside: str) -> None:
+def test_an_op_with_a_sharded_output_and_a_plain_tensor_is_refused_with_a_remedy(
+    beside: str,
+) -> None:
     with pytest.raises(
         RuntimeStateError, match=r"a plain tensor[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)"
     ):
@@ -81,12 +83,12 @@ def test_a_plain_tensor_beside_it_is_refused_with_what_to_do(beside: str) -> Non
 
 
 @pytest.mark.parametrize("read", ["item", "float", "int", "bool", "softmax", "topk"])
-def test_what_is_whole_on_every_rank_is_read(read: str) -> None:
+def test_a_replicated_output_can_be_read(read: str) -> None:
     out = output(Replicate())
     assert READS[read](out) == READS[read](out.to_local())
 
 
-def test_all_else_is_a_dtensor_s() -> None:
+def test_a_sharded_output_otherwise_behaves_as_a_dtensor() -> None:
     out = output()
     assert isinstance(out, DTensor) and isinstance(out, PartedOutput)
     assert type(out.full_tensor()) is Tensor and out.full_tensor().shape == (8, 4)
@@ -101,13 +103,13 @@ def test_all_else_is_a_dtensor_s() -> None:
         list(out)
 
 
-def test_backward_goes_through_what_is_computed_of_it() -> None:
+def test_backward_runs_through_ops_on_a_sharded_output() -> None:
     out = output().detach().requires_grad_()
     out.pow(2).sum().backward()
     torch.testing.assert_close(out.grad.to_local(), 2 * out.to_local())
 
 
-def test_it_is_saved_and_copied_as_a_dtensor() -> None:
+def test_a_sharded_output_is_saved_and_copied_as_a_dtensor() -> None:
     file = io.BytesIO()
     torch.save(output(), file)
     file.seek(0)
@@ -116,6 +118,6 @@ def test_it_is_saved_and_copied_as_a_dtensor() -> None:
     assert type(copied) is PartedOutput and torch.equal(copied.to_local(), output().to_local())
 
 
-def test_a_plain_tensor_stays_one() -> None:
+def test_a_plain_tensor_is_not_wrapped() -> None:
     plain = torch.zeros(2)
     assert refuse_reads(plain) is plain and type(plain) is Tensor

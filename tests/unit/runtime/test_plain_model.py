@@ -1,5 +1,5 @@
-"""What is done to the plain model after it was compiled, and the compiled one does not do, is
-refused or told of."""
+"""A change of the plain model after compilation that the compiled module does not follow is
+refused, or it gives a warning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def other() -> dict[str, Tensor]:
     return Net().state_dict()
 
 
-def test_another_mode_is_refused_until_the_compiled_module_has_it_too() -> None:
+def test_another_mode_is_refused_until_the_compiled_module_is_set_to_it() -> None:
     plain, module = pair()
     plain.eval()
     with pytest.raises(
@@ -58,7 +58,7 @@ def test_another_mode_is_refused_until_the_compiled_module_has_it_too() -> None:
     module(X)
 
 
-def test_another_mode_of_a_part_is_refused() -> None:
+def test_another_mode_of_a_submodule_is_refused() -> None:
     plain, module = pair()
     plain.norm.eval()
     with pytest.raises(
@@ -70,9 +70,7 @@ def test_another_mode_of_a_part_is_refused() -> None:
     module(X)
 
 
-def test_parameters_that_are_frozen_are_refused_until_those_of_the_compiled_module_are_too() -> (
-    None
-):
+def test_frozen_parameters_are_refused_until_the_compiled_parameters_are_frozen() -> None:
     plain, module = pair()
     module(X).backward()
     plain.layer.requires_grad_(False)
@@ -90,7 +88,7 @@ def test_parameters_that_are_frozen_are_refused_until_those_of_the_compiled_modu
     assert module.layer.weight.grad is None and module.norm.weight.grad is not None
 
 
-def test_parameters_that_are_freed_are_refused() -> None:
+def test_unfrozen_parameters_are_refused() -> None:
     torch.manual_seed(0)
     plain: Any = Net()
     plain.layer.requires_grad_(False)
@@ -131,7 +129,7 @@ WAYS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize(
     "write", WAYS, ids=["load", "in place", "replace", "data", "in data", "init of data", "numpy"]
 )
-def test_parameters_that_are_written_before_the_first_call_are_refused(
+def test_parameters_written_before_the_first_call_are_refused(
     write: Callable[[Any], Any],
 ) -> None:
     plain, module = pair()
@@ -149,7 +147,7 @@ def test_parameters_that_are_written_before_the_first_call_are_refused(
     module(X)
 
 
-def test_what_was_written_to_both_before_the_first_call_is_not_refused() -> None:
+def test_equal_writes_to_both_models_before_the_first_call_are_allowed() -> None:
     plain, module = pair()
     for each in (plain, module):
         for parameter in each.parameters():
@@ -158,7 +156,7 @@ def test_what_was_written_to_both_before_the_first_call_is_not_refused() -> None
     module(X)
 
 
-def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(
+def test_values_are_checked_in_calls_2_4_and_8_and_one_changed_value_is_detected(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, module = pair()
@@ -183,7 +181,7 @@ def test_values_are_looked_at_in_calls_2_4_8_and_one_written_value_is_enough(
         lambda: torch.full((2,), float("nan")),
     ],
 )
-def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(
+def test_the_sample_checksum_changes_exactly_if_values_change(
     make: Callable[[], Tensor],
 ) -> None:
     x = make()
@@ -194,7 +192,7 @@ def test_of_any_tensor_values_that_are_written_are_seen_and_no_others(
     assert sample_checksum(x.to("meta")) is None and sample_checksum(x.new_empty(0)) is None
 
 
-def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
+def test_the_sample_checksum_of_a_large_tensor_covers_every_column() -> None:
     found = set()
     for column in range(256):
         x = torch.zeros(2048, 256)
@@ -204,7 +202,7 @@ def test_of_a_large_tensor_values_of_every_column_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("what", ["later", "later by data", "trained", "buffer"])
-def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(
+def test_writes_that_may_be_intended_give_one_warning(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, module = pair()
@@ -228,7 +226,7 @@ def test_of_values_that_may_be_written_on_purpose_there_is_one_warning(
     assert "of the plain model was written after it was compiled" in caplog.text
 
 
-def test_where_its_weights_are_on_meta_or_it_is_gone_there_is_nothing_to_compare(
+def test_a_plain_model_on_meta_or_deleted_is_not_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, module = pair()
@@ -240,20 +238,20 @@ def test_where_its_weights_are_on_meta_or_it_is_gone_there_is_nothing_to_compare
     assert not caplog.records
 
 
-def test_a_model_on_meta_that_is_given_values_is_refused() -> None:
+def test_a_model_on_meta_that_gets_values_is_refused() -> None:
     with torch.device("meta"):
         plain: Any = Net()
     module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
     plain.load_state_dict(other(), assign=True)
     with pytest.raises(
         RuntimeStateError, match="was on the meta device"
-    ):  # those of the compiled one have no values
+    ):  # the parameters of the compiled module have no values
         module(X)
     module.load_state_dict(other())
     module(X)
 
 
-def test_a_compiled_module_that_was_copied_looks_at_the_same_plain_model() -> None:
+def test_a_copy_of_a_compiled_module_checks_the_same_plain_model() -> None:
     plain, module = pair()
     copied = copy.deepcopy(module)
     plain.eval()
@@ -261,7 +259,7 @@ def test_a_compiled_module_that_was_copied_looks_at_the_same_plain_model() -> No
         copied(X)
 
 
-def test_the_plain_model_and_its_weights_are_not_kept() -> None:
+def test_the_checks_keep_no_reference_to_the_plain_model_or_its_weights() -> None:
     plain, module = pair()
     held = [weakref.ref(plain), weakref.ref(plain.layer.weight)]
     del plain
@@ -271,7 +269,7 @@ def test_the_plain_model_and_its_weights_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("mode", ["of the model", "of what waits"])
-def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until_then(
+def test_a_deferred_module_is_planned_in_the_mode_at_its_first_call(
     mode: str,
 ) -> None:
     torch.manual_seed(0)
@@ -289,7 +287,7 @@ def test_what_waits_for_its_first_call_is_planned_in_the_mode_that_was_set_until
     "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
 @pytest.mark.parametrize("path", ["", "layer"])
-def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(
+def test_hooks_registered_after_compilation_are_refused_until_they_are_removed(
     path: str, kind: str
 ) -> None:
     torch.manual_seed(0)
@@ -307,7 +305,7 @@ def test_hooks_that_are_registered_since_are_refused_until_they_are_removed(
     module(X)
 
 
-def test_hooks_on_parameters_that_are_registered_since_are_refused() -> None:
+def test_parameter_hooks_registered_after_compilation_are_refused() -> None:
     plain, module = pair()
     handle = plain.layer.weight.register_hook(lambda grad: grad)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What stands in the place of a parameter rests as the program has it, or is refused."""
+"""A tensor that replaces a parameter must have the layout of the program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def held(local: tuple[int, ...], *placements: Any) -> DTensor:
     return DTensor.from_local(torch.zeros(local), mesh(), placements, run_check=False)
 
 
-def test_what_rests_so_is_taken_whatever_axes_of_size_1_say() -> None:
+def test_a_tensor_with_the_stored_layout_is_accepted_for_any_placement_on_axes_of_size_1() -> None:
     assert storage("S(0) R").local(held((2, 8), Shard(0), Replicate())).shape == (2, 8)
     assert storage("S(0) R").local(held((2, 8), Shard(0), Shard(1))).shape == (2, 8)
     assert storage("R R").local(held((8, 8), Replicate(), Shard(0))).shape == (8, 8)
@@ -57,7 +57,7 @@ def test_what_rests_so_is_taken_whatever_axes_of_size_1_say() -> None:
         ("R R", lambda: held((2, 8), Shard(0), Replicate())),
     ],
 )
-def test_what_rests_otherwise_is_refused_with_what_to_do(layout: str, given: Any) -> None:
+def test_a_tensor_with_another_layout_is_refused_with_a_remedy(layout: str, given: Any) -> None:
     with pytest.raises(
         RuntimeStateError,
         match=(r"'w' was replaced by[\s\S]*distribute_tensor[\s\S]*load_state_dict"),

@@ -1,4 +1,4 @@
-"""What a state dict of a compiled module holds, and how it is pickled, on one process."""
+"""The contents of the state dict of a compiled module, and how it is pickled, in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Net(nn.Module):
-    """Tied weights, buffers that are saved and one that is not, and a state that is no tensor."""
+    """A model with tied weights, persistent and non-persistent buffers, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def compiled(plain: nn.Module, **options: Any) -> Any:
     return autopar.compile(copy.deepcopy(plain), hardware="cpu-gloo", **options)
 
 
-def test_it_is_what_the_plain_model_loads_strictly() -> None:
+def test_the_plain_model_loads_the_full_state_dict_strictly() -> None:
     plain = Net()
     plain.version = 7
     module = compiled(plain, example_inputs=(X,))
@@ -64,10 +64,10 @@ def test_it_is_what_the_plain_model_loads_strictly() -> None:
     for x in state.values():
         if isinstance(x, Tensor):
             x.zero_()
-    assert module(X).item() == before, "it is a copy"
+    assert module(X).item() == before, "the state dict is a copy"
 
 
-def test_before_the_first_call_there_is_none_and_without_values_neither() -> None:
+def test_full_state_dict_is_refused_before_the_first_call_and_without_values() -> None:
     module = compiled(nn.Linear(4, 4))
     with pytest.raises(
         RuntimeStateError, match="full_state_dict is not available before the first call"
@@ -79,7 +79,7 @@ def test_before_the_first_call_there_is_none_and_without_values_neither() -> Non
         autopar.compile(empty, example_inputs=(X,), hardware="cpu-gloo").full_state_dict()
 
 
-def test_on_one_process_pickles_hold_plain_tensors() -> None:
+def test_pickles_of_one_process_contain_plain_tensors() -> None:
     module, plain = compiled(nn.Linear(4, 4), example_inputs=(X,)), nn.Linear(4, 4)
     optimizer = torch.optim.Adam(module.parameters())
     module(X).sum().backward()
@@ -101,7 +101,7 @@ def test_on_one_process_pickles_hold_plain_tensors() -> None:
     assert type(found["optimizer"]["state"][0]["exp_avg"]) is Tensor
 
 
-def test_a_parameter_is_copied_as_what_it_is() -> None:
+def test_a_copy_of_a_parameter_has_its_type_and_values() -> None:
     module = compiled(nn.Linear(4, 4), example_inputs=(X,))
     weight = copy.copy(module.weight)
     assert type(weight) is type(module.weight) and weight.full_tensor().equal(
@@ -109,7 +109,7 @@ def test_a_parameter_is_copied_as_what_it_is() -> None:
     )
 
 
-def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
+def test_extra_state_must_not_change_after_compilation() -> None:
     plain = Net()
     module = compiled(plain, example_inputs=(X,))
     assert module.state_dict()["_extra_state"] == {"version": 1}
@@ -122,7 +122,7 @@ def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
         module.load_state_dict(plain.state_dict())
 
 
-def test_a_checkpoint_is_without_them(tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_contain_extra_state(tmp_path: Path) -> None:
     module, other = (compiled(Net(), example_inputs=(X,)) for _ in range(2))
     autopar.Checkpoints(tmp_path).save(1, module, average=AveragedModel(module))
     average = AveragedModel(other)

@@ -1,4 +1,4 @@
-"""What is known of torch's functions by name is what they do."""
+"""The properties that are derived from the names of torch functions match their behavior."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X, Y, OUT = torch.zeros(3), torch.ones(3), torch.zeros(3)
         (nn.init.uniform_, (), {"tensor": X}, [X]),
     ],
 )
-def test_what_a_function_writes_into(
+def test_the_tensors_that_a_function_writes(
     func: Any, args: Any, kwargs: Any, written: list[Tensor]
 ) -> None:
     assert [id(x) for x in written_by(func, args, kwargs)] == [id(x) for x in written]
@@ -46,7 +46,7 @@ def test_what_a_function_writes_into(
         nn.init.kaiming_uniform_,
     ],
 )
-def test_draws_are_known(func: Any) -> None:
+def test_functions_that_draw_random_numbers_are_known(func: Any) -> None:
     assert draws(func) and not draws(torch.zeros_like)
 
 
@@ -66,7 +66,9 @@ def test_draws_are_known(func: Any) -> None:
         (Tensor.t_, (X,), True),
     ],
 )
-def test_what_is_computed_where_elements_lie(func: Any, args: Any, where: bool) -> None:
+def test_functions_that_compute_elementwise_in_place_are_known(
+    func: Any, args: Any, where: bool
+) -> None:
     assert computes_in_place(func, args, {}) == where
 
 

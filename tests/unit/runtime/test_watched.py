@@ -1,5 +1,5 @@
-"""What the user holds and backward reads may not change between a call and its backward; all
-else may."""
+"""Tensors that the user can change and that backward reads must not change between a call and
+its backward. Other tensors may change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autopar.errors import RuntimeStateError
 
 
 class Net(nn.Module):
-    """Backward reads the input, the scale and `exp`; it reads neither `shifted` nor the running
-    mean, which forward changes."""
+    """A model whose backward reads the input, the scale and `exp`, but neither `shifted` nor the
+    running mean that forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def made(**options: Any) -> nn.Module:
         "mean",
     ],
 )
-def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(
+def test_only_tensors_that_backward_reads_must_not_change_before_it(
     held: str, outputs: str
 ) -> None:
     def run(change: bool) -> Tensor:
@@ -82,7 +82,7 @@ def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(
         "output 'shifted'",
         "mean",
         "parameter 'layer.weight'",
-    ):  # no gradient but the weight's own is made, which it is not in
+    ):  # only the gradient of the weight is computed, and it does not depend on the weight
         torch.testing.assert_close(run(change=True), run(change=False))
         return
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_what_backward_reads_may_not_change_before_it_and_what_it_does_not_may(
         run(change=True)
 
 
-def test_a_part_of_what_backward_reads_counts_as_it_does() -> None:
+def test_a_change_of_the_base_of_a_view_that_backward_reads_is_refused() -> None:
     module, x = made(), batch()
     loss = module(x[:])["loss"]
     x[0, 0] = 5.0
@@ -101,7 +101,7 @@ def test_a_part_of_what_backward_reads_counts_as_it_does() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_graphs_are_watched_as_well() -> None:
+def test_changes_are_detected_with_inductor_too() -> None:
     module = made(backend="inductor", outputs="full")
     for held in ("input", "output"):
         x = batch()
@@ -111,7 +111,7 @@ def test_compiled_graphs_are_watched_as_well() -> None:
             out["loss"].backward()
 
 
-def test_a_scaled_loss_and_a_call_before_the_backward_of_another_are_no_change() -> None:
+def test_an_in_place_scaled_loss_and_a_second_call_before_backward_are_allowed() -> None:
     module, plain, x = made(), Net(), batch()
     plain.load_state_dict(
         {
@@ -127,7 +127,7 @@ def test_a_scaled_loss_and_a_call_before_the_backward_of_another_are_no_change()
     torch.testing.assert_close(module.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
 
 
-def test_what_was_made_in_inference_mode_is_refused_where_backward_reads_it_as_torch_does() -> None:
+def test_inference_tensors_that_backward_reads_are_refused_as_in_torch() -> None:
     module, plain = made(), Net()
     with torch.inference_mode():
         x = batch()
@@ -142,7 +142,7 @@ def test_what_was_made_in_inference_mode_is_refused_where_backward_reads_it_as_t
 
 
 class Perplexity(Net):
-    """Backward reads the loss, too."""
+    """A model whose backward also reads the loss."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         out = super().forward(x)
@@ -151,7 +151,7 @@ class Perplexity(Net):
 
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 @pytest.mark.parametrize("backward", [True, False])
-def test_what_is_watched_is_held_no_longer_than_what_is_saved(backward: bool, outputs: str) -> None:
+def test_watched_tensors_are_freed_with_the_saved_tensors(backward: bool, outputs: str) -> None:
     module = autopar.compile(
         Perplexity(), 1, example_inputs=(batch(),), hardware="cpu-gloo", outputs=outputs
     )
