@@ -61,7 +61,7 @@ def _where(node: fx.Node) -> Where:
 
 def _fake_call(node: fx.Node) -> Any:
     try:
-        return _call(node, lambda operand: operand.meta["val"])
+        return call_node(node, lambda operand: operand.meta["val"])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         what = f"the op cannot run on tensors without data: {reason}"
@@ -79,7 +79,7 @@ def _make_viewable(node: fx.Node) -> None:
             order = {"memory_format": torch.contiguous_format}
             copy = node.graph.call_function(torch.ops.aten.clone.default, (source,), order)
         copy.meta = {name: node.meta[name] for name in ("phase", "module", "source")}
-        copy.meta["val"] = _call(copy, lambda operand: operand.meta["val"])
+        copy.meta["val"] = call_node(copy, lambda operand: operand.meta["val"])
         node.args = (copy, shape)
 
 
@@ -157,7 +157,7 @@ def _run(
         known[node] = (
             next(supply)
             if node.op == "placeholder"
-            else _call(node, known.__getitem__, dtype, device)
+            else call_node(node, known.__getitem__, dtype, device)
         )
         if observe is not None:
             observe(node, known[node])
@@ -167,12 +167,20 @@ def _run(
     raise AssertionError("the last node of a graph is its output")
 
 
-def _call(
+def call_node(
     node: fx.Node,
     value_of: Any,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Any:
+    """Run a traced node.
+
+    Args:
+        node: the node.
+        value_of: returns the value of an operand's node.
+        dtype: dtype to compute in, as in `execute`.
+        device: device on which factory ops create tensors; None keeps the recorded one.
+    """
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
     target: Any = node.target
     if device is not None:

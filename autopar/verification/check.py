@@ -125,6 +125,7 @@ def diagnose(case: Case, summary: str) -> None:
             _refuse_undetermined(
                 traced[name],
                 values,
+                case.dtype,
                 lambda found: (
                     relative_error(
                         found[result] if isinstance(found, tuple | list) else found,
@@ -144,7 +145,10 @@ def diagnose(case: Case, summary: str) -> None:
 
 
 def _refuse_undetermined(
-    node: fx.Node, values: Mapping[str, tuple[Any, ...]], differs: Callable[[Any], bool]
+    node: fx.Node,
+    values: Mapping[str, tuple[Any, ...]],
+    dtype: torch.dtype | None,
+    differs: Callable[[Any], bool],
 ) -> None:
     """Raise an error if a traced node has another result when its operands change by their
     rounding; see `depends_on_rounding`.
@@ -152,7 +156,7 @@ def _refuse_undetermined(
     Raises:
         UndeterminedError: if it has.
     """
-    if depends_on_rounding(node, values, differs):
+    if depends_on_rounding(node, values, dtype, differs):
         raise UndeterminedError(
             f"the model has no reproducible result to compare with: the result of"
             f" {node_name(node)} changes if its operands change by their rounding, as it does with"

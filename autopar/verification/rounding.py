@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar import ops
+from autopar.capture.execute import call_node, device_of
+from autopar.core.autocast_state import as_written
 from autopar.ops import norms
 from autopar.verification.case import Case
 from autopar.verification.comparison import Results, magnitude
@@ -228,7 +230,10 @@ _ROUNDED = 8  # perturbation of an operand, in roundings of its largest magnitud
 
 
 def depends_on_rounding(
-    node: fx.Node, values: Mapping[str, tuple[Any, ...]], differs: Callable[[Any], bool]
+    node: fx.Node,
+    values: Mapping[str, tuple[Any, ...]],
+    dtype: torch.dtype | None,
+    differs: Callable[[Any], bool],
 ) -> bool:
     """Return whether a traced node has another result if its operands change by their rounding, as
     a top-k of nearly equal numbers has.
@@ -236,29 +241,39 @@ def depends_on_rounding(
     Args:
         node: the node.
         values: the results of all traced nodes, by name.
+        dtype: the dtype in which they were computed; None for the dtypes of the trace.
         differs: whether a result of the node differs from the one in `values`.
     """
     if node.op != "call_function" or any(n.name not in values for n in node.all_input_nodes):
         return False
-    for seed in range(_ROUNDINGS):
-        generator = torch.Generator().manual_seed(seed)
 
-        def perturbed(n: fx.Node, generator: torch.Generator = generator) -> Any:
-            """Return the result of an operand's node, changed by its rounding."""
-            parts = tuple(_perturb(part, generator) for part in values[n.name])
+    def result_with(change: Callable[[Any], Any]) -> Any:
+        """Return the result of the node with changed operands."""
+
+        def operand(n: fx.Node) -> Any:
+            """Return the changed result of an operand's node."""
+            parts = tuple(map(change, values[n.name]))
             return parts if len(parts) > 1 else parts[0]
 
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), perturbed)
-        if differs(node.target(*args, **kwargs)):  # type: ignore[operator]
-            return True
-    return False
+        return call_node(node, operand, dtype, device)
+
+    device = device_of(x for parts in values.values() for x in parts if isinstance(x, Tensor))
+    generator = torch.Generator().manual_seed(0)
+    with as_written():
+        if differs(result_with(_copy)):  # draws random numbers, for example
+            return False
+        return any(
+            differs(result_with(lambda x: _perturb(x, generator))) for _ in range(_ROUNDINGS)
+        )
+
+
+def _copy(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _perturb(x: Any, generator: torch.Generator) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    if not x.is_floating_point():
-        return x.clone()
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return _copy(x)
     change = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype)
     return x + (2 * change - 1) * (_ROUNDED * torch.finfo(x.dtype).eps * magnitude(x))
 

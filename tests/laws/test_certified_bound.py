@@ -243,7 +243,7 @@ def test_of_two_vertices_the_one_with_the_higher_bound_is_kept() -> None:
 
 
 def test_a_balance_outside_its_range_gives_no_bound() -> None:
-    with pytest.raises(AssertionError, match="proves nothing"):
+    with pytest.raises(AssertionError, match="prove nothing"):
         lower_bound(BESIDE[0].problem(), {}, [], (1.0, 1.1))
 
 

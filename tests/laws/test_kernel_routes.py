@@ -152,8 +152,8 @@ def refused_of(call: Callable[[], object]) -> str:
 def test_invalid_picks_and_uneven_experts_are_refused() -> None:
     x, wrong = torch.ones(2, WIDTH), torch.tensor([[0], [4]])
     assert "numbered from 0 to 3" in refused_of(lambda: DISPATCH(x, wrong, 4, 2, 1, "", 0))
-    assert "uneven" in refused_of(lambda: DISPATCH(x, wrong, 5, 2, 2, "", 0))
-    assert "too many" in refused_of(lambda: DISPATCH(x, wrong, 8, 1, 1, "", 0))
+    assert "must be a multiple of 2 ranks" in refused_of(lambda: DISPATCH(x, wrong, 5, 2, 2, "", 0))
+    assert "must be at most 1" in refused_of(lambda: DISPATCH(x, wrong, 8, 1, 1, "", 0))
     with HostThreads(2) as peers, provide_peers("refused", peers):
         assert "argument was refused" in refused_of(
             lambda: DISPATCH(x, wrong, 4, 2, 2, "refused", 0)
