@@ -80,7 +80,9 @@ def test_kernels_shorten_the_step_of_microbatches_and_the_plan_lists_them() -> N
     assert made().plan.prediction.step_s < other.prediction.step_s
     assert "of what their chunks allow" in " ".join(stage_of(made().plan).proof.covers)
     num = sum(len(c.instances) for c in kernels(stage_of(made().plan)) if c.kernel)
-    assert num > 10 and f"{num} collective-overlap kernels save" in str(autopar.explain(made().plan))
+    assert num > 10 and f"{num} collective-overlap kernels save" in str(
+        autopar.explain(made().plan)
+    )
 
 
 def test_a_plan_with_kernels_in_microbatches_is_certified_and_round_trips() -> None:
