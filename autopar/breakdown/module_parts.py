@@ -104,8 +104,19 @@ def group_by_module(plan: Plan) -> list[ModuleGroup]:
 def _divide(
     groups: list[ModuleGroup], module: str, instances: Instances
 ) -> list[tuple[ModuleGroup, Instances]]:
-    """Divide copies among the groups of a module; copies without a group join the only group that
-    all its copies are among, or form a new group."""
+    """Divide the copies of a decision among the groups of a module.
+
+    Copies that are in no group form a new group. If the decision covers a single group completely,
+    its other copies join that group.
+
+    Args:
+        groups: the groups so far; changed in place.
+        module: pattern of the module.
+        instances: the copies.
+
+    Returns:
+        The groups, with the copies that each of them contains.
+    """
     mine = [group for group in groups if group.module == module]
     if mine and module in (INPUTS, *CROSSING):  # not a module with copies
         return [(mine[0], instances)]

@@ -150,15 +150,17 @@ def _refuse_undetermined(
     dtype: torch.dtype | None,
     differs: Callable[[Any], bool],
 ) -> None:
-    """Raise an error if a traced node has another result when its operands change by their
-    rounding; see `depends_on_rounding`.
+    """Raise an error if the result of a traced node depends on rounding.
+
+    Args:
+        node, values, dtype, differs: see `depends_on_rounding`.
 
     Raises:
-        UndeterminedError: if it has.
+        UndeterminedError: if it depends on rounding.
     """
     if depends_on_rounding(node, values, dtype, differs):
         raise UndeterminedError(
-            f"the model has no reproducible result to compare with: the result of"
+            "the model has no reproducible result to compare with: the result of"
             f" {node_name(node)} changes if its operands change by their rounding, as it does with"
             " another batch size or device",
             where=where_of(node),
@@ -259,6 +261,8 @@ def verify_program(
         The errors, all within the tolerance.
 
     Raises:
+        UndeterminedError: if that node's result depends on rounding, as a top-k of nearly equal
+            numbers does.
         VerificationError: for the first node that differs; if the model or the batch has no values
             (meta); or if the plain loss is not finite.
     """

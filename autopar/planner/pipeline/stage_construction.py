@@ -532,6 +532,7 @@ def make_staged_plan(
         model_name: the model's name, for the plan's fingerprint.
         progress: called with the name of each phase.
         limit_s: exclusive upper limit of the step, in seconds.
+
     Raises:
         ConstraintError: if a constraint cannot hold, or the model cannot be cut.
         InfeasibleError: if a stage does not fit.
