@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, combinations
 
 from torch import Tensor
@@ -494,22 +494,38 @@ class Chooser(Staging):
         )
         rows = self.options.loss_rows if self.options.loss_rows != "auto" else 0
         here = replace(self, rows=[rows, *self.row_choices(None)][-1])
-        for num in self.parts() if free else ():
-            try:
-                found = here.in_stages(replace(ONE_STAGE, microbatches=num), num, limit_s)
-            except InfeasibleError as error:
-                log.info("no plan with %d microbatches: %s", num, error.what)
-            except ConstraintError as error:
-                log.info("the batch is not split into microbatches: %s", error.what)
-                break
-            else:
-                log.warning(
-                    "planned %d sequential microbatches, because all at once %s",
-                    num,
-                    refusal.what,
-                )
-                return found
-        raise refusal
+        find = cache(lambda num: here._in_microbatches(num, limit_s))
+        smallest, *others = self.parts() if free and self.parts() else (0,)
+        try:
+            found = find(smallest) if smallest else None
+            if found is None and any(map(find, self._fitting_best(others))):
+                found = next(filter(None, map(find, others)), None)
+        except ConstraintError as error:
+            log.info("the batch is not split into microbatches: %s", error.what)
+            raise refusal from None
+        if found is None:
+            raise refusal
+        log.warning(
+            "planned %d sequential microbatches, because all at once %s",
+            found.plan.num_microbatches,
+            refusal.what,
+        )
+        return found
+
+    def _fitting_best(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of microbatches that need least memory: one sample per microbatch, or
+        one sample per device, because fewer samples than devices cannot be sharded."""
+        samples_of = {num: self.parts()[-1] // num for num in numbers}
+        sharded = [n for n in numbers if samples_of[n] >= self.mesh.num_devices]
+        return tuple(dict.fromkeys((*sharded[-1:], *numbers[-1:])))
+
+    def _in_microbatches(self, num: int, limit_s: float) -> Planned | None:
+        """Plan a number of sequential microbatches; None if they do not fit."""
+        try:
+            return self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit_s)
+        except InfeasibleError as error:
+            log.info("no plan with %d microbatches: %s", num, error.what)
+            return None
 
     def limit_to_beat(self, best: Planned | None, limit_s: float) -> float:
         """Return the step time in seconds below which a further plan replaces the best one."""

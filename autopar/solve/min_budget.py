@@ -96,7 +96,7 @@ class Lightest:
         self._times = np.array(self.program.model.costs)
         self._peak = self.program.model.add_column("peak")
         self._most, self._unit = _most(self.problem), _unit(self.problem)
-        self._rows = list(budget_rows(self.problem))
+        self._matrix: Rows | None = None
         found = self._relax(1.0, 0.0)[2]
         self._least = 0.0 if found is None else found.bound
         self._fastest: float | None = None
@@ -125,8 +125,14 @@ class Lightest:
         costs = np.append(time * self._times, peak * self._most / self._unit)
         self.program.model.minimise((np.arange(len(costs), dtype=np.int32), costs))
         engine = Engine(self.program.model, self.time_limit_s)
-        matrix = _matrix(self.program, engine, self._rows if peak else [], self._most, self._unit)
+        matrix = self._budget_matrix(engine) if peak else Rows.of([])
         return engine, matrix, engine.relax(matrix)
+
+    def _budget_matrix(self, engine: Engine) -> Rows:
+        if self._matrix is None:  # the same for all weights: engines order columns by name
+            rows = list(budget_rows(self.problem))
+            self._matrix = _matrix(self.program, engine, rows, self._most, self._unit)
+        return self._matrix
 
 
 def _most(problem: Problem) -> float:

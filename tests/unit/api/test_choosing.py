@@ -488,6 +488,41 @@ def test_if_much_is_recomputed_more_microbatches_are_tried_while_they_are_faster
     )
 
 
+@pytest.mark.parametrize(
+    ("fitting", "tried", "chosen"),
+    [
+        ({2, 4, 8, 16}, [2], 2),
+        ({4, 8}, [2, 4], 4),
+        ({8, 16}, [2, 4, 16, 8], 8),  # 4 samples per microbatch: one per device
+        ({8}, [2, 4, 16], None),
+        (set(), [2, 4, 16], None),
+    ],
+)
+def test_sequential_microbatches_are_searched_only_if_those_that_need_least_memory_fit(
+    fitting: set[int], tried: list[int], chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        if num not in fitting:
+            raise InfeasibleError("it does not fit", remedy="more memory")
+        return made(ALONE_S, num=num)
+
+    monkeypatch.setattr(Chooser, "in_stages", staged)
+    monkeypatch.setattr(chooser_module, "heads_of", lambda trace: ((), ()))
+    options, batch = PlanOptions(outputs="loss"), {"x": torch.zeros(16, 2)}
+    mesh, profile = Mesh({"a": 4}), HardwareProfile.load("h100-sxm")
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, options)
+    refusal = InfeasibleError("the batch does not fit", remedy="more memory")
+    if chosen is None:
+        with pytest.raises(InfeasibleError, match="the batch does not fit"):
+            chooser.in_parts(refusal, math.inf)
+    else:
+        assert chooser.in_parts(refusal, math.inf).plan.num_microbatches == chosen
+    assert seen == tried
+
+
 def test_candidate_microbatch_numbers_are_one_and_those_that_fill_the_stages() -> None:
     numbers_of = chooser_module.numbers_of
     assert numbers_of((1, 2, 3, 4, 6, 8, 12, 24), 2) == (1, 2, 3, 4, 6, 8, 12)
