@@ -1,6 +1,13 @@
 """Emission: turn a trace and a plan into a program."""
 
-from autopar.emit.buckets import WaitingError, apply_buckets, can_share, on_bucket, slack_of
+from autopar.emit.buckets import (
+    WaitingError,
+    apply_buckets,
+    buckets_without,
+    can_share,
+    on_bucket,
+    slack_of,
+)
 from autopar.emit.overlap import Orders, apply_overlap, least_overlap, places
 from autopar.emit.program_builder import emit, emit_stage, returned_of
 from autopar.emit.simulation import simulate_program
@@ -10,6 +17,7 @@ __all__ = [
     "WaitingError",
     "apply_buckets",
     "apply_overlap",
+    "buckets_without",
     "can_share",
     "emit",
     "emit_stage",

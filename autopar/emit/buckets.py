@@ -9,8 +9,9 @@ in a wider dtype.
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -129,6 +130,42 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
             " the program runs"
         )
     return replace(program, **changed, collectives=tuple(emitted))
+
+
+def buckets_without(program: StageProgram, nodes: Collection[fx.Node]) -> tuple[Bucket, ...]:
+    """Return the buckets of a program that hold no tensor while any of these nodes runs.
+
+    A bucket holds its operands from the first one that an op produces, and its results until the
+    last one is read.
+
+    Args:
+        program: a program with buckets.
+        nodes: nodes of its graphs.
+    """
+    modules = (program.forward, program.backward, program.begin, program.end)
+    return tuple(
+        bucket
+        for module in modules
+        if module is not None
+        for bucket in _holding_nothing(module.graph, nodes)
+    )
+
+
+def _holding_nothing(graph: fx.Graph, nodes: Collection[fx.Node]) -> Iterator[Bucket]:
+    """Iterate over the buckets of a graph that hold no tensor while any of these nodes runs."""
+    spine = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    place = {node: number for number, node in enumerate(spine)}
+    hits = list(itertools.accumulate((node in nodes for node in spine), initial=0))
+    for pack in spine:
+        if "bucket" in pack.meta:
+            (step,) = pack.users
+            (unpacked,) = step.users
+            readers = (reader for result in unpacked.users for reader in result.users)
+            held = [
+                place[n] for n in (*pack.all_input_nodes, pack, unpacked, *readers) if n in place
+            ]
+            if hits[min(held)] == hits[max(held) + 1]:
+                yield pack.meta["bucket"]
 
 
 def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
@@ -320,7 +357,7 @@ def _write(
         into_bucket,
         ([made[x] for x in each.reads], list(packing.dims), packing.parts, packing.count, wide),
     )
-    packed.meta.update(about, key=f"{key}/pack")
+    packed.meta.update(about, key=f"{key}/pack", bucket=each.bucket)
     call, args = CALLS[c.kind](c, each.bucket.members[0].target)
     step = graph.call_function(call, (packed, *args))
     step.meta.update(

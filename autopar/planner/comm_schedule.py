@@ -21,7 +21,16 @@ from autopar.core.collective import bucket_time, most_put_in
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost.priced import Priced
-from autopar.emit import Orders, WaitingError, apply_buckets, can_share, on_bucket, places, slack_of
+from autopar.emit import (
+    Orders,
+    WaitingError,
+    apply_buckets,
+    buckets_without,
+    can_share,
+    on_bucket,
+    places,
+    slack_of,
+)
 from autopar.emit.context import Moved
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
@@ -99,11 +108,17 @@ def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
 # that case the first steps have separate buckets, the second steps others, and so on: no first
 # step waits for a second step.
 #
+# Buckets hold more memory than their members: a bucket of prefetchable collectives runs where its
+# first member is read, and one of deferrable collectives keeps their operands until the last. If a
+# plan with buckets exceeds the budget, the buckets that hold tensors where it does so are removed,
+# and smaller buckets are tried.
+#
 # The objective and the bound count a collective that may share a bucket as its share of a full
 # bucket (`autopar.solve.prices`). The buckets themselves are in the simulated step.
 
 WORTH = 1e-3  # buckets that save a smaller share of the step are not added to the plan
-_NUM_BUCKETS = (8, 4, 1)  # numbers of buckets per group to try
+_NUM_BUCKETS = 8  # number of buckets per group to try first
+_FEWER, _MORE = (4, 1), (32,)  # numbers to try if those fit into the budget, and if they do not
 _Name = tuple[object, ...]
 
 
@@ -219,34 +234,46 @@ def _without_later_steps(steps: Sequence[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def offer_buckets(
-    groups: Groups,
-    program: StageProgram,
-    now_s: float,
-    fits_together: Callable[[tuple[Bucket, ...]], bool],
-) -> Iterator[tuple[Bucket, ...]]:
-    """Generate the sets of buckets to try, without sets whose buckets wait for each other in a
-    cycle.
+@dataclass(frozen=True, slots=True)
+class BucketOffers:
+    """The sets of buckets of one program.
 
-    Args:
+    Attributes:
         groups: the communications that may share buckets.
-        program: the program without buckets and without overlap.
-        now_s: seconds of its step. No set is generated if all buckets save less than `WORTH` of it.
-        fits_together: whether a set of buckets has no cycle.
+        together: the members of each group.
+        by_turn: the same, with separate groups for the first, second, … steps of tensors.
+        fits_together: whether the buckets of a set do not wait for each other in a cycle.
     """
-    found, by_turn = groups.of_program(program), groups.of_program(program, by_turn=True)
-    if sum(groups.bucket(steps).saved_s for steps in found) < WORTH * now_s:
-        return
-    for num in _NUM_BUCKETS:
-        for members in (found, by_turn):
-            together = tuple(
-                bucket for steps in members for bucket in groups.in_buckets(steps, num)
+
+    groups: Groups
+    together: Sequence[Sequence[fx.Node]]
+    by_turn: Sequence[Sequence[fx.Node]]
+    fits_together: Callable[[tuple[Bucket, ...]], bool]
+
+    @staticmethod
+    def of(
+        groups: Groups, program: StageProgram, fits_together: Callable[[tuple[Bucket, ...]], bool]
+    ) -> BucketOffers:
+        """Collect the communications of a program without buckets and without overlap."""
+        by_turn = groups.of_program(program, by_turn=True)
+        return BucketOffers(groups, groups.of_program(program), by_turn, fits_together)
+
+    def saved_s(self) -> float:
+        """Return the seconds that one bucket per group saves of the step."""
+        return sum(self.groups.bucket(steps).saved_s for steps in self.together)
+
+    def with_num(self, num: int) -> tuple[Bucket, ...]:
+        """Return `num` buckets per group; none if they wait for each other in a cycle."""
+        for members in (self.together, self.by_turn):
+            buckets = tuple(
+                bucket for steps in members for bucket in self.groups.in_buckets(steps, num)
             )
-            if fits_together(together):
-                yield together
-                break
+            if self.fits_together(buckets):
+                return buckets
+        return ()
 
 
+_MAX_REMOVALS = 3  # attempts to remove the buckets that exceed the budget
 _MAX_REDUCTIONS = 6  # attempts with less and less room; then no communication starts early
 
 
@@ -296,16 +323,18 @@ class Ordering:
             None  # the best plan so far, with overlap and without
         )
         least_s = math.inf
-        if shortest_first[0][0] >= limit_s * (1.0 + WORTH):
-            return None
         for least_possible_s, plain, ordered in shortest_first:
-            if least_possible_s >= least_s or (math.isfinite(least_s) and self.over()):
+            if least_possible_s >= min(least_s, limit_s * (1.0 + WORTH)) or (
+                math.isfinite(least_s) and self.over()
+            ):
                 break
             within = self._within_budget(plain, ordered)
             seconds = math.inf if within is None else _seconds(within)
             if within is not None and seconds < least_s:
                 found, least_s = (within, plain), seconds
-        return tried if found is None else self._minimize_room(*found)
+        if found is None:
+            return tried if math.isinf(limit_s) else None
+        return self._minimize_room(*found)
 
     def _minimize_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
         """Reduce the rooms of the plan's overlap to the least that give the same program, and write
@@ -333,13 +362,57 @@ class Ordering:
             return True
 
         groups = Groups.of(tried.plan, self.priced.profile, self.priced.moves.num_microbatches)
-        for buckets in dict.fromkeys(
-            offer_buckets(groups, tried.program, tried.plan.prediction.serial_s, fits_together)
-        ):
-            if buckets:
-                yield replace(
-                    tried, plan=replace(tried.plan, buckets=buckets), program=programs[buckets]
-                )
+        offers = BucketOffers.of(groups, tried.program, fits_together)
+        if offers.saved_s() < WORTH * tried.plan.prediction.serial_s:
+            return
+        numbers, seen = [_NUM_BUCKETS], set[tuple[Bucket, ...]]()
+        for num in numbers:
+            buckets = offers.with_num(num)
+            if not buckets or buckets in seen:
+                continue
+            seen.add(buckets)
+            plan = replace(tried.plan, buckets=buckets)
+            found = self._reduce_to_budget(
+                replace(tried, plan=plan, program=programs[buckets]), tried.program
+            )
+            if num == _NUM_BUCKETS:
+                numbers += _FEWER if found and found.plan.buckets == buckets else _MORE
+            if found is not None:
+                yield found
+
+    def _reduce_to_budget(self, tried: Candidate, plain: StageProgram) -> Candidate | None:
+        """Remove the buckets that hold tensors where the plan exceeds the budget.
+
+        Args:
+            tried: the plan with buckets, in the order of its ops.
+            plain: the program without buckets.
+
+        Returns:
+            The plan with the buckets that fit; None if these save less than `WORTH` of the step.
+        """
+        for _ in range(_MAX_REMOVALS):
+            over = self._nodes_over_budget(tried)
+            if over is None:
+                return tried
+            buckets = buckets_without(tried.program, over)
+            saved_s = sum(bucket.saved_s for bucket in buckets)
+            if len(buckets) == len(tried.plan.buckets) or (
+                saved_s < WORTH * tried.plan.prediction.serial_s
+            ):
+                return None
+            plan = replace(tried.plan, buckets=buckets)
+            tried = replace(tried, plan=plan, program=apply_buckets(plain, plan))
+        return None
+
+    def _nodes_over_budget(self, tried: Candidate) -> set[fx.Node] | None:
+        """Return the nodes during which a plan exceeds the budget; None if it does not exceed
+        it."""
+        peak = self.peak_bytes(tried.program) + tried.plan.prediction.beside_bytes
+        if peak <= self.budget:
+            return None
+        seen = self.by_node(tried.program)
+        beside = peak - max(each.peak_bytes for each in seen)
+        return {each.node for each in seen if each.peak_bytes + beside > self.budget}
 
     def _all_room(self, plain: Candidate) -> Overlap:
         slowdown = self.priced.problem.overlap_slowdown
