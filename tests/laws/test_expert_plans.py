@@ -1,8 +1,8 @@
-"""The vocabulary can express expert plans: forced, they emit exactly the collectives a hand-written
-version has.
+"""Layout constraints can express expert plans. These plans emit exactly the collectives of a
+handwritten version.
 
-Batch 4 on 2 × 4 devices: two samples per rank, so batch and sequence really meet in the unflattened
-linears, and too few to shard the batch over the tensor axis as well.
+The batch of 4 runs on 2 × 4 devices. Each rank has two samples, so that linear layers flatten batch
+and sequence, and the batch is too small to be sharded over the tensor axis as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.planner import Planned, PlanOptions, make_plan
 
-# what is left open is chosen as if nothing were hidden, as a hand-written plan has it
+# open choices are made without overlap, as in a handwritten plan
 ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")
 MESH = Mesh({"data": 2, "tensor": 4}, devices_per_node=8)
 DATA, TENSOR = 0, 1
@@ -62,8 +62,8 @@ def forced(kind: str, *, fsdp: bool) -> Planned:
 
 
 def counted(planned: Planned) -> dict[str, Counter[tuple[str, str, int]]]:
-    """Module kind (layer indices dropped) → how many (phase, collective, axis) move its tensors,
-    all layers together."""
+    """Return, for each module kind (layer indices dropped), the number of each (phase, collective,
+    axis) of its tensors, for all layers together."""
     found: dict[str, Counter[tuple[str, str, int]]] = {}
     for phase, key, collective in (
         (c.phase, node, c.collective) for node, c in planned.plan.steps()
@@ -101,7 +101,8 @@ def test_megatron_on_llama_emits_exactly_the_collectives_of_a_handwritten_versio
         ("backward", "all_reduce", DATA): (
             9 * NUM_LAYERS + 3
         ),  # 7 matrices and 2 norms a layer; embedding, head, last norm
-        ("backward", "all_reduce", TENSOR): 2 * NUM_LAYERS + 1,  # norms see a part of the sequence
+        ("backward", "all_reduce", TENSOR): 2 * NUM_LAYERS
+        + 1,  # norms run on a shard of the sequence
     }
     assert total(forced("llama", fsdp=False)) == Counter({**FORWARD, **BACKWARD, **gradients})
 

@@ -1,5 +1,5 @@
-"""Dispatch and combine equal their references for every world, with ranks in turn and at once,
-and are each other's gradient."""
+"""Dispatch and combine equal their references for all worlds, with sequential and concurrent ranks,
+and each is the gradient of the other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_dispatch_and_combine_are_each_others_gradient(size: int) -> None:
 
 
 def test_ranks_at_different_speeds_get_the_rows_of_each_epoch() -> None:
-    """Only the signals hold ranks back; some are late. The memory is the same in all epochs."""
+    """Only signals synchronize the ranks, some of which are late. All epochs use the same
+    memory."""
     size, most = 3, 14
     cases = [drawn(size, 2, 2, seed) for seed in range(5)]
     expected = [
