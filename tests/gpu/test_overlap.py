@@ -12,7 +12,7 @@ import torch
 from native import WORLDS, needs_gpu, needs_nvcc
 from norm_cases import EPS, ranks_of, same, scaled_ranks
 from overlap_cases import whole_numbers
-from route_cases import drawn
+from route_cases import random_tokens
 from torch import Tensor
 
 from autopar.kernels import chunked, library, normed, overlapped, routed
@@ -82,7 +82,7 @@ def test_overlapped_products_of_whole_numbers_are_exact(
             shards_of(operands[which], dim, size),
             [operands[1 - which] + rank % 2 for rank in range(size)],
         )
-        found = gather_all(
+        results = gather_all(
             peers,
             equation,
             to_cuda(shards),
@@ -92,7 +92,7 @@ def test_overlapped_products_of_whole_numbers_are_exact(
             num_chunks,
         )
         for (whole, y), (expected, product) in zip(
-            found,
+            results,
             overlapped.all_gather_matmul_reference(equation, shards, others, which, dim),
             strict=True,
         ):
@@ -101,9 +101,10 @@ def test_overlapped_products_of_whole_numbers_are_exact(
         parts = scatter_all(
             peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks
         )
-        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
+        expected_parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
         assert all(
-            torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True)
+            torch.equal(part.cpu(), expected)
+            for part, expected in zip(parts, expected_parts, strict=True)
         )
 
 
@@ -146,10 +147,10 @@ def test_scattered_sums_always_equal_the_reference_bit_by_bit(
     expected = torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     peers = VirtualRanks(size, "cuda", random_delays(size), blocks)
     for _ in range(20):
-        found = torch.cat(
+        total = torch.cat(
             scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2)
         )
-        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(total.cpu(), expected)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -168,10 +169,10 @@ def test_sums_with_residuals_and_norms_always_equal_the_reference_bit_by_bit(
             equation, here.pairs, here.residuals, here.weights, 0, EPS, rounded
         )
         for _ in range(20):
-            found = scatter_norm_all(
+            results = scatter_norm_all(
                 peers, equation, there.pairs, there.norms(rounded=rounded), 0, 2
             )
-            assert same([[x.cpu() for x in made] for made in found], expected)
+            assert same([[x.cpu() for x in parts] for parts in results], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -179,27 +180,27 @@ def test_sums_with_residuals_and_norms_always_equal_the_reference_bit_by_bit(
 def test_expert_dispatch_and_combine_match_the_reference(size: int, dtype: torch.dtype) -> None:
     peers = VirtualRanks(size, "cuda", random_delays(size))
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)):
-        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs, experts, weights, most = random_tokens(size, choices, per_rank, seed)
         xs = [x.to(dtype) for x in xs]
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
-        found = dispatch_all(peers, to_cuda(xs), to_cuda(experts), size * per_rank, most)
+        jobs = dispatch_all(peers, to_cuda(xs), to_cuda(experts), size * per_rank, most)
         assert all(
-            torch.equal(job.rows.cpu(), parts[0])
-            for job, parts in zip(found, expected, strict=True)
+            torch.equal(job.rows.cpu(), parts[0]) for job, parts in zip(jobs, expected, strict=True)
         )
         assert all(
             torch.equal(job.position.cpu(), parts[2])
-            for job, parts in zip(found, expected, strict=True)
+            for job, parts in zip(jobs, expected, strict=True)
         )
         wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
-        wanted = routed.moe_combine_reference(
+        expected_outputs = routed.moe_combine_reference(
             [part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide
         )
         combined = combine_all(
-            peers, [(job.rows, job.table, job.position) for job in found], to_cuda(wide)
+            peers, [(job.rows, job.table, job.position) for job in jobs], to_cuda(wide)
         )
         assert all(
-            torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True)
+            torch.equal(job.y.cpu(), y)
+            for job, (y, _) in zip(combined, expected_outputs, strict=True)
         )
 
 
@@ -210,7 +211,7 @@ def test_expert_layer_on_dispatched_rows_equals_the_local_layer(
 ) -> None:
     peers = VirtualRanks(size, "cuda", random_delays(size))
     for seed in range(6):
-        here = row_cases.drawn(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
+        here = row_cases.random_operands(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
         ranks = [tuple(x.cuda() if isinstance(x, Tensor) else x for x in rank) for rank in here]
         assert row_cases.same(
             row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)

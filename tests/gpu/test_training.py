@@ -252,8 +252,8 @@ def test_lightning_on_the_device_matches_plain_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(lit.QUIET, "accelerator", "gpu")
-    expected = lit.trained(tmp_path / "alone", "auto")
-    result = lit.trained(
+    expected = lit.train_and_test(tmp_path / "alone", "auto")
+    result = lit.train_and_test(
         tmp_path / "ours", autopar.LightningStrategy(compile_options={"hardware": "h100-sxm"})
     )
     lit.same(result, expected)

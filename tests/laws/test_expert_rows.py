@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from native import needs_host
-from row_cases import D, H, between, both, drawn, most_of, same
+from row_cases import D, H, between, both, most_of, random_operands, same
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,7 +40,7 @@ def test_results_are_bitwise_equal_to_all_to_alls_with_reused_memory(
     peers = VirtualRanks(size)
     with HostThreads(size) as threads:
         for seed in range(6):
-            ranks = drawn(
+            ranks = random_operands(
                 size, per_rank, dtype, seed, torch.float32 if seed % 3 == 2 else None, width
             )
             expected = both(ranks, Together)
@@ -52,7 +52,7 @@ def test_results_are_bitwise_equal_to_all_to_alls_with_reused_memory(
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank: int) -> None:
     """Only signals synchronize the ranks, some of which are late. All steps use the same memory."""
-    cases = [drawn(size, per_rank, torch.float32, seed) for seed in range(5)]
+    cases = [random_operands(size, per_rank, torch.float32, seed) for seed in range(5)]
     expected = [both(ranks, Together) for ranks in cases]
 
     def run(rank: int) -> list[int]:
@@ -76,7 +76,10 @@ def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_step_of_a_graph_is_routed_if_its_last_argument_says_so(backward: bool) -> None:
-    size, ranks = 2, [rank[0 if backward else 1 :] for rank in drawn(2, 2, torch.float64, 1)]
+    size, ranks = (
+        2,
+        [rank[0 if backward else 1 :] for rank in random_operands(2, 2, torch.float64, 1)],
+    )
     step = dispatched.experts_backward if backward else dispatched.experts
     *operands, act, num, _ = ranks[0]
     graph = fx.Graph()
@@ -114,7 +117,7 @@ def test_rows_as_wide_as_gates_use_a_separate_region() -> None:
     """With one number per row, the regions of tokens and gates differ only in their names."""
     ranks = [
         (g[:, :0], x[:, :1], i, w, up[..., :1].contiguous(), down[:, :0].contiguous(), *rest)
-        for g, x, i, w, up, down, *rest in (drawn(3, 2, torch.float32, 0))
+        for g, x, i, w, up, down, *rest in (random_operands(3, 2, torch.float32, 0))
     ]
     peers = VirtualRanks(3)
     found = dispatched_experts_backward(ranks, between(peers)())
@@ -131,7 +134,7 @@ def test_rows_as_wide_as_gates_use_a_separate_region() -> None:
 def test_products_read_received_rows_in_place(
     per_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size, seen, ranks = 3, [], drawn(3, per_rank, torch.float32, 0, h=32)
+    size, seen, ranks = 3, [], random_operands(3, per_rank, torch.float32, 0, h=32)
     peers, forward_of, add_up = VirtualRanks(3), experts_op.forward_of, experts_op.add_up
 
     def watched(rows: Tensor, *rest: Any) -> Tensor:
@@ -187,13 +190,13 @@ def test_the_predicted_shared_memory_is_exact(size: int, per_rank: int, dtype: t
             for peers in (VirtualRanks(size), threads):
                 for seed in range(2):  # the second run allocates nothing
                     dispatched_experts(
-                        [rank[1:] for rank in drawn(size, per_rank, dtype, seed, gates)],
+                        [rank[1:] for rank in random_operands(size, per_rank, dtype, seed, gates)],
                         between(peers)(),
                     )
                     assert held_by(peers, size - 1) == shared_regions(*settings, backward=False)
                 for seed in range(2):
                     dispatched_experts_backward(
-                        drawn(size, per_rank, dtype, seed, gates), between(peers)()
+                        random_operands(size, per_rank, dtype, seed, gates), between(peers)()
                     )
                     assert held_by(peers, 0) == {
                         key: n

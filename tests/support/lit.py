@@ -109,8 +109,8 @@ def batches(count: int, seed: int, **options: Any) -> DataLoader[Any]:
     return DataLoader([(x, x[:4].argmax()) for x in values], batch_size=4, **options)
 
 
-def trained(
-    folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **asked: Any
+def train_and_test(
+    folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Train for two epochs of shuffled batches, with two batches per step, clipping, and a
     checkpoint after each epoch; then test and predict."""
@@ -119,19 +119,19 @@ def trained(
         Classifier(),
         ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link"),
     )
-    usual = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    defaults = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     trainer = lightning.Trainer(
-        strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **usual, **asked}
+        strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **defaults, **options}
     )
     trainer.fit(module, batches(14, 1, shuffle=True), batches(6, 2), ckpt_path=resume)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(module, batches(6, 3), verbose=False)[0]
-    predicted = trainer.predict(module, batches(6, 3))
+    test_metrics = trainer.test(module, batches(6, 3), verbose=False)[0]
+    predictions = trainer.predict(module, batches(6, 3))
     return {
         "losses": module.losses,
         "said": metrics,
-        "tested": tested,
-        "predicted": torch.cat(predicted).tolist(),
+        "tested": test_metrics,
+        "predicted": torch.cat(predictions).tolist(),
         "writes": trainer.is_global_zero,
         "rates": [group["lr"] for group in trainer.optimizers[0].param_groups]
         if trainer.optimizers
@@ -142,15 +142,17 @@ def trained(
     }
 
 
-def same(ours: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> None:
+def same(actual: dict[str, Any], expected: dict[str, Any], rel: float = 1e-4) -> None:
     """Assert that two runs recorded the same results."""
     import pytest
 
-    assert ours["losses"] == pytest.approx(wanted["losses"], rel=rel) and len(ours["losses"]) > 3
+    assert (
+        actual["losses"] == pytest.approx(expected["losses"], rel=rel) and len(actual["losses"]) > 3
+    )
     for each in ("said", "tested"):
-        assert sorted(ours[each]) == sorted(wanted[each])
-        assert ours[each] == pytest.approx(wanted[each], rel=rel)
-    assert ours["rates"] == wanted["rates"]
+        assert sorted(actual[each]) == sorted(expected[each])
+        assert actual[each] == pytest.approx(expected[each], rel=rel)
+    assert actual["rates"] == expected["rates"]
     torch.testing.assert_close(
-        *(torch.tensor(run["predicted"]) for run in (ours, wanted)), rtol=rel, atol=1e-5
+        *(torch.tensor(run["predicted"]) for run in (actual, expected)), rtol=rel, atol=1e-5
     )

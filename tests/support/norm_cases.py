@@ -91,11 +91,11 @@ def _beside(
     return Ranks(pairs, shards_of(residual, dim, len(pairs)), weights)
 
 
-def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+def same(actual: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether the results of all ranks are bitwise equal."""
     pairs = [
         (a, b)
-        for results, references in zip(found, expected, strict=True)
+        for results, references in zip(actual, expected, strict=True)
         for a, b in zip(results, references, strict=True)
     ]
     return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

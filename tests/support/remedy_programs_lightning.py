@@ -93,12 +93,12 @@ def _kinds() -> dict[str, Any]:
     return {kind.__name__: kind for kind in (lit.Classifier, Two, Both, Before, Aside, Optimizers)}
 
 
-def _trainer(example: Any = None, **asked: Any) -> Any:
+def _trainer(example: Any = None, **options: Any) -> Any:
     import lightning
 
     strategy = autopar.LightningStrategy(compile_options=_OPTIONS, example_inputs=example)
-    usual = {"max_epochs": 1, "enable_checkpointing": False, **_lit().QUIET}
-    return lightning.Trainer(strategy=strategy, **{**usual, **asked})
+    defaults = {"max_epochs": 1, "enable_checkpointing": False, **_lit().QUIET}
+    return lightning.Trainer(strategy=strategy, **{**defaults, **options})
 
 
 def _quietly(work: Callable[[Path], object]) -> Callable[[], object]:

@@ -111,11 +111,11 @@ def _pass_compiled(folder: str) -> object:
     )
 
 
-def _of_samples(count: int, **asked: Any) -> Callable[[], object]:
+def _of_samples(count: int, **arguments: Any) -> Callable[[], object]:
     """Compile a trainer with so few samples that there may be no full batch."""
 
     def work(folder: str) -> object:
-        set_to = {"dataloader_drop_last": True, **asked}
+        set_to = {"dataloader_drop_last": True, **arguments}
         return _trainer(folder, train_dataset=_shared().samples(count, 1), set_to=set_to).compiled()
 
     return _in_folder(work)
@@ -181,11 +181,11 @@ def _tagger(**options: Any) -> Any:
 def _with_accelerator(
     work: Callable[[Any], object] = lambda accelerator: None, **how: Any
 ) -> Callable[[], object]:
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         with _accelerator(**how) as accelerator:
             return work(accelerator)
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
 def _within_autocast(accelerator: Any) -> object:
@@ -209,12 +209,12 @@ def _save(folder: str) -> object:
 def _with_adapter(work: Callable[[Any, Any, Path], object]) -> Callable[[], object]:
     """Run `work` on a compiled model with an adapter, the plain model, and a folder."""
 
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         plain = _shared().adapted_tagger()
         module = autopar.compile(plain, example_inputs=_batch(), **_OPTIONS)
         return work(module, plain, Path(folder))
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
 def _load_adapter(r: int) -> Callable[[], object]:
@@ -251,7 +251,7 @@ def _active(*names: str) -> Callable[[], object]:
 def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
     """Run `work` on a model with trainable prompts."""
 
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         from peft import PromptTuningConfig, get_peft_model
 
         plain = get_peft_model(
@@ -259,7 +259,7 @@ def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
         )
         return work(plain, folder)
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
 def _arguments() -> dict[str, Program]:

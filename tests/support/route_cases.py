@@ -8,7 +8,7 @@ from torch import Tensor
 WIDTH = 5
 
 
-def drawn(
+def random_tokens(
     size: int, choices: int, per_rank: int, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
     """Return tokens, their experts and weights, by rank. The numbers of tokens differ: rank 0 may

@@ -16,7 +16,7 @@ H, D, F, PICKS = 5, 3, 7, 3
 Ranks = list[tuple[Any, ...]]
 
 
-def drawn(
+def random_operands(
     size: int,
     per_rank: int,
     dtype: torch.dtype,
@@ -73,9 +73,9 @@ def most_of(size: int) -> int:
     return 5 * PICKS + size % 2
 
 
-def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+def same(results: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
     return all(
         torch.equal(a, b)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(results, expected, strict=True)
         for a, b in zip(one, other, strict=True)
     )

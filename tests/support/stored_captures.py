@@ -196,10 +196,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self.made: dict[int, Any] = {}
 
-    def persistent_load(self, told: Any) -> Any:
-        if told[0] == "op":
-            return reduce(getattr, told[1:], torch.ops)
-        number, mode, storage, num_bytes, shape, stride, offset, dtype, device = told[1:]
+    def persistent_load(self, persistent_id: Any) -> Any:
+        if persistent_id[0] == "op":
+            return reduce(getattr, persistent_id[1:], torch.ops)
+        number, mode, storage, num_bytes, shape, stride, offset, dtype, device = persistent_id[1:]
         if number not in self.made:
             if mode not in self.made:
                 self.made[mode] = new_fake_mode()

@@ -84,10 +84,10 @@ def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return examples
 
 
-def settings(folder: Any, **asked: Any) -> TrainingArguments:
+def settings(folder: Any, **changes: Any) -> TrainingArguments:
     """Return arguments for three batches of four samples and one of two, in steps of two batches,
     with clipping, weight decay and a changing learning rate."""
-    usual = {
+    defaults = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -103,14 +103,14 @@ def settings(folder: Any, **asked: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(output_dir=str(folder), **{**usual, **asked})
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **changes})
 
 
 def data() -> dict[str, Any]:
     return {"train_dataset": samples(14, 1), "eval_dataset": samples(6, 2)}
 
 
-def told(trainer: Any) -> list[dict[str, float]]:
+def log_of(trainer: Any) -> list[dict[str, float]]:
     """Return the log of a trainer without times."""
     time_keys = ("runtime", "per_second", "preparation_time")
     return [

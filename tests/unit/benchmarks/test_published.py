@@ -180,12 +180,12 @@ def test_figure_is_drawn_as_png(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("row_id", "message"),
     [("p9999", "the data has no p9999"), ("p0003", "none of the requested runs")],
 )
 def test_missing_and_unplannable_rows_are_refused_by_name(
-    asked: str, message: str, capsys: pytest.CaptureFixture[str]
+    row_id: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["--rows", asked])
+        main(["--rows", row_id])
     assert message in capsys.readouterr().err

@@ -274,9 +274,9 @@ def test_parameter_with_an_impossible_layout_is_refused(planned: tuple[Trace, Pl
 
 @pytest.mark.slow
 def test_collectives_of_identical_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, numbers, ask = list[object](), list[int](), program_builder.neighbours
+    calls, numbers, ask = list[object](), list[int](), program_builder.neighbours
     monkeypatch.setattr(
-        program_builder, "neighbours", lambda *of, **more: asked.append(of) or ask(*of, **more)
+        program_builder, "neighbours", lambda *of, **more: calls.append(of) or ask(*of, **more)
     )
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
@@ -285,7 +285,7 @@ def test_collectives_of_identical_layers_are_checked_once(monkeypatch: pytest.Mo
             trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(fsdp(),))
         ).plan
         program_builder._converts.cache_clear()
-        asked.clear()
+        calls.clear()
         emit_stage(trace, plan)
-        numbers.append(len(asked))
+        numbers.append(len(calls))
     assert numbers[0] == numbers[1] > 5

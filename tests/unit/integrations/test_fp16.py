@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from lightning.pytorch.plugins import MixedPrecision
 from lit import QUIET, Classifier, batches
 from torch import nn
-from trained import Tagger, data, samples, settings, told
+from trained import Tagger, data, log_of, samples, settings
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -61,7 +61,7 @@ def test_trainer_scales_losses_and_skips_steps_like_transformers(
     ):
         enable_scaler(trainer.accelerator)
         trainer.train()
-        logs.append([line for line in told(trainer) if "grad_norm" in line])
+        logs.append([line for line in log_of(trainer) if "grad_norm" in line])
         scales.append(trainer.accelerator.scaler.get_scale())
     expected, result = logs
     norms = [line["grad_norm"] for line in expected]
@@ -82,7 +82,7 @@ def test_fp16_on_a_cpu_matches_transformers(tmp_path: Path) -> None:
             model=Tagger(), args=settings(tmp_path, fp16=True, max_steps=1), **data(), **more
         )
         trainer.train()
-        losses.append(told(trainer)[0]["loss"])
+        losses.append(log_of(trainer)[0]["loss"])
         assert trainer.accelerator.scaler is None
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

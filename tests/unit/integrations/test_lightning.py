@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit import QUIET, Classifier, Net, batches, same, trained
+from lit import QUIET, Classifier, Net, batches, same, train_and_test
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -36,7 +36,7 @@ def strategy(**options: Any) -> Any:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
     results: dict[str, Any] = {
-        name: trained(folder, strategy() if name == "ours" else "auto")
+        name: train_and_test(folder, strategy() if name == "ours" else "auto")
         for name, folder in folders.items()
     }
     return results | {"folders": folders}
@@ -71,7 +71,7 @@ def test_checkpoint_has_the_format_of_lightning(
 
 def test_resumed_run_matches_the_resumed_plain_run(runs: dict[str, Any], tmp_path: Path) -> None:
     results = {
-        name: trained(
+        name: train_and_test(
             tmp_path / name, strategy() if name == "ours" else "auto", folder / "epoch=0.ckpt"
         )
         for name, folder in runs["folders"].items()

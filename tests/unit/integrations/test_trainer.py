@@ -13,7 +13,7 @@ import torch
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
-from trained import CLIPPED, Tagger, adapted, base, data, samples, settings, sum_of_logits, told
+from trained import CLIPPED, Tagger, adapted, base, data, log_of, samples, settings, sum_of_logits
 from transformers import AutoModelForCausalLM
 
 import autopar
@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         trainer.train()
         trainer.save_model(str(folder / "end"))
-        results[name] = (trainer, folder, told(trainer))
+        results[name] = (trainer, folder, log_of(trainer))
     return results
 
 
@@ -103,7 +103,7 @@ def test_run_resumes_from_a_checkpoint_within_an_epoch(
     plan = {"compile_options": {"plan": first.compiled().plan}}
     resumed = autopar.Trainer(model=adapted(), args=args, **data(), **plan)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-    lines = [[line for line in each if "loss" in line] for each in (told(resumed), log)]
+    lines = [[line for line in each if "loss" in line] for each in (log_of(resumed), log)]
     assert len(lines[0]) == 4 and same(*lines, rel=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_best_checkpoint_is_loaded_and_train_can_be_called_again(tmp_path: Path)
         trainer = kind(model=Tagger(), args=args, **data(), **options)
         trainer.train()
         trainer.evaluate()
-        losses = [each["eval_loss"] for each in told(trainer) if "eval_loss" in each]
+        losses = [each["eval_loss"] for each in log_of(trainer) if "eval_loss" in each]
         assert (
             losses[-1] == pytest.approx(max(losses), rel=1e-6) and losses[-2] < 0.999 * losses[-1]
         ), "the first epoch is the best by this metric"
@@ -146,7 +146,7 @@ def test_best_checkpoint_is_loaded_and_train_can_be_called_again(tmp_path: Path)
         trainer.train()
         logs.append(
             [
-                told(trainer),
+                log_of(trainer),
                 float(prediction.predictions.sum()),
                 sorted(each.name for each in (tmp_path / name).iterdir()),
             ]
@@ -173,7 +173,7 @@ def test_loss_and_weight_decay_of_the_trainer_depend_on_the_model_class(tmp_path
         trainer = kind(model=base(), args=args, train_dataset=samples(4, 1), **options)
         trainer.train()
         trainer.save_model()
-        logs.append(told(trainer))
+        logs.append(log_of(trainer))
     assert same(logs[1], logs[0])
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
@@ -199,7 +199,7 @@ def test_bf16_matches_the_transformers_trainer(tmp_path: Path) -> None:
         )
         trainer = kind(model=Tagger(), args=args, train_dataset=samples(8, 1), **options)
         trainer.train()
-        losses[name] = [each["loss"] for each in told(trainer)[:-1]]
+        losses[name] = [each["loss"] for each in log_of(trainer)[:-1]]
     assert losses["ours"] == pytest.approx(losses["theirs"], rel=3e-3)
     assert losses["ours"] != pytest.approx(losses["fp32"], rel=1e-6)
 
@@ -267,7 +267,7 @@ def test_stream_is_not_read_before_training_and_needs_example_inputs(tmp_path: P
             model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **options
         )
         trainer.train()
-        logs.append(told(trainer))
+        logs.append(log_of(trainer))
     assert same(*logs)
 
 

@@ -12,7 +12,7 @@ import torch
 from native import needs_host
 from norm_cases import EPS, NORMED, ranks_of, same
 from overlap_cases import whole_numbers
-from route_cases import drawn
+from route_cases import random_tokens
 
 from autopar.errors import KernelError
 from autopar.kernels import library, normed, overlapped, routed
@@ -163,7 +163,7 @@ def test_scattered_sums_with_residual_and_norm_equal_the_reference(
 def test_expert_dispatch_and_combine_equal_their_references(size: int, dtype: torch.dtype) -> None:
     peers = VirtualRanks(size)
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (2, 3, 2)):
-        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs, experts, weights, most = random_tokens(size, choices, per_rank, seed)
         xs, weights = (
             [x.to(dtype) for x in xs],
             [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights],
@@ -193,7 +193,7 @@ def test_expert_layer_on_dispatched_rows_equals_the_local_layer(
     peers = VirtualRanks(size)
     for seed in range(2):
         for width in (row_cases.H, 24):
-            ranks = row_cases.drawn(size, 2, dtype, seed, torch.float32, width)
+            ranks = row_cases.random_operands(size, 2, dtype, seed, torch.float32, width)
             assert row_cases.same(
                 row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)
             )

@@ -47,11 +47,11 @@ def test_getitem_has_the_selected_result_as_its_only_operand() -> None:
     graph = fx.Graph()
     parts = graph.call_function(aten.split.Tensor, (placeholder(graph, "x", 5), 3))
     parts.meta["val"] = [torch.empty(3), torch.empty(2)]
-    taken = graph.call_function(operator.getitem, (parts, 1))
-    taken.meta["val"] = torch.empty(2)
+    selected = graph.call_function(operator.getitem, (parts, 1))
+    selected.meta["val"] = torch.empty(2)
     assert call_of(parts).outputs == (TensorInfo((3,), F32), TensorInfo((2,), F32))
-    assert call_of(taken).inputs == call_of(taken).outputs == (TensorInfo((2,), F32),)
-    assert operands_of(taken) == (parts,)
+    assert call_of(selected).inputs == call_of(selected).outputs == (TensorInfo((2,), F32),)
+    assert operands_of(selected) == (parts,)
 
 
 def test_none_results_keep_their_position() -> None:
