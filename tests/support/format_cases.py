@@ -101,7 +101,7 @@ CONVOLUTIONS: Mapping[str, Case] = {
     "transposed2d grouped": module(lambda: nn.ConvTranspose2d(4, 6, 2, groups=2), IMAGE),
     "transposed3d": module(lambda: nn.ConvTranspose3d(4, 6, 2, stride=2), VOLUME),
     "conv2d of a weight": of(lambda x, w: F.conv2d(x, w), IMAGE, (6, 4, 3, 3)),
-    # torch's own kernels take neither an operand nor a gradient whose first two dims are not one
+    # the kernel of torch requires that the first two dims of operands and gradients can be merged
     "conv_tbc": of(
         lambda x, w, b: torch.conv_tbc(x.contiguous(), w, b, 1).flatten().view(6, 2, 5),
         (6, 2, 4),

@@ -47,7 +47,7 @@ _ATOMS = (
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _NOT_LOOKED_AT = (
     "_original_object_hash",
-)  # of a configuration: what it was, in a number that is another in each process
+)  # of a configuration: a hash of its original state, which differs between processes
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _captured = capturing._capture_once

@@ -142,8 +142,8 @@ def _imported_by_call(module: Module, call: ast.Call) -> Iterator[Import]:
     if name in _IMPORTERS:
         arguments = call.args[:1]
     elif name == "lazily" and "." in module.name:
-        # The names of a package that are imported on first access. Those of the root are left out:
-        # a module below the root that accessed one would import from a higher floor.
+        # Names of a package that are imported on first access. Names of the root are not included:
+        # a module below the root that accesses one would import from a higher floor.
         arguments = [
             value for table in call.args if isinstance(table, ast.Dict) for value in table.values
         ]
