@@ -46,7 +46,7 @@ TELLING = {
     aten.any.default: lambda s: on(real(s.a, s.b) * 0),
 }
 
-# Of the dtype that torch asks for where tensors have no values.
+# Operands with the dtype that torch requires for tensors without values.
 OTHERWISE = {
     aten._grouped_mm.default: [
         grouped((16, 192), (3, 192, 192), dtype=torch.bfloat16),

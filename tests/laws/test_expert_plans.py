@@ -79,10 +79,10 @@ def total(planned: Planned) -> Counter[tuple[str, str, int]]:
 
 
 # Megatron-LM's sequence parallelism (Korthikanti et al., 2022, figure 5): per layer, forward
-# gathers the sequence before attention and MLP and scatters after them; backward the reverse.
-# Beside these: the vocabulary-parallel embedding's scatter, the head's gather (and their reverses),
-# three small reductions for the vocabulary-parallel loss, the sum of the loss over data, and one
-# gradient all-reduce per tensor.
+# gathers the sequence before attention and MLP and scatters after them, and backward does the
+# reverse. In addition, there are the scatter of the vocabulary-parallel embedding, the gather of
+# the head (and their reverses), three small reductions of the vocabulary-parallel loss, the sum of
+# the loss over data, and one gradient all-reduce per tensor.
 FORWARD = {
     ("forward", "all_gather", TENSOR): 2 * NUM_LAYERS + 1,
     ("forward", "reduce_scatter", TENSOR): 2 * NUM_LAYERS + 1,
@@ -132,8 +132,8 @@ def test_megatron_on_gpt2_emits_exactly_the_collectives_of_a_handwritten_version
         (Counter({k: n for k, n in c.items() if k[1] == "all_reduce"}) for c in block.values()),
         Counter(),
     )
-    # per layer over data: 4 matrices, 4 biases, 2 norms with weight and bias; over tensor: what
-    # sees a part of the sequence
+    # per layer over data: 4 matrices, 4 biases, 2 norms with weight and bias; over tensor:
+    # parameters of ops on a shard of the sequence
     assert reduced == {
         ("backward", "all_reduce", DATA): 12 * NUM_LAYERS,
         ("backward", "all_reduce", TENSOR): 6 * NUM_LAYERS,

@@ -59,8 +59,8 @@ class Case:
 
     @property
     def mesh(self) -> Mesh:
-        # what is gathered alone is the innermost splitter; the last axis of the mesh can be so of
-        # fused projections as well
+        # an axis that is gathered alone must shard innermost; for fused projections, only the last
+        # axis of the mesh can
         axes = sorted(GRIDS[self.grid], key="abdjli".index)
         return Mesh({axis: self.d if axis == "d" else self.q for axis in axes})
 

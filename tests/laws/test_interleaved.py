@@ -341,7 +341,7 @@ def test_invalid_interleaved_pipelines_are_refused() -> None:
 def test_an_impossible_interleaved_schedule_is_refused_before_a_microbatch_is_captured(
     asked: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # which captures parts of a batch
+    monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # it captures parts of a batch
     with pytest.raises(ConstraintError, match=what):
         planned("llama", {"stage": 3}, asked)
 

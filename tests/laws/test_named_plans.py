@@ -105,8 +105,8 @@ def test_data_parallelism_reduces_every_gradient_once(kind: str) -> None:
     expected = sizes(kind)
     if (
         kind == "t5"
-        # both relative biases are summed as biases, [heads, s, s], where the gradient of a lookup
-        # reads them
+        # the gradients of both relative biases are summed as biases [heads, s, s], before the
+        # gradient of the lookup
     ):
         expected = expected - Counter({32 * 4: 2}) + Counter({4 * S * S: 1 + LAYERS})
     assert moved(plan, "backward", "all_reduce") == expected
@@ -201,8 +201,9 @@ def test_tensor_parallelism_reduces_twice_per_layer_and_phase(kind: str) -> None
     forward = {"vit": layers, "t5": layers + 3 * LAYERS + 2}.get(
         kind, layers + 1
     )  # cross-attention is a third one; there are two embeddings
-    # BERT's backward adds the residual's gradient to q's before k's and v's, so the three are
-    # reduced apart; T5's encoder output gets all keys' and values' gradients, summed
+    # The backward of BERT adds the gradient of the residual to that of q before those of k and v,
+    # so that the three are reduced separately. The encoder output of T5 gets the sum of the
+    # gradients of all keys and values.
     backward = {"vit": layers, "t5": layers + 3 * LAYERS + 2, "bert": 4 * LAYERS + 1}.get(
         kind, layers + 1
     )
@@ -218,7 +219,7 @@ def test_tensor_parallelism_reduces_twice_per_layer_and_phase(kind: str) -> None
     }
     whole = {"bert": 1}.get(kind, 0) + (
         kind == "vit"
-    )  # BERT's head has a linear before a norm; ViT's patches are a convolution
+    )  # the head of BERT has a linear layer before a norm; the patches of ViT are a convolution
     assert len(large) == whole, f"rest whole: {large}"
 
 
@@ -248,8 +249,8 @@ def test_tensor_parallelism_splits_columns_first_and_rows_last() -> None:
     }
     assert (
         block
-        # q, k and v are in one, seen as [h, 3, h]; the bias of what is split by rows is added to
-        # the sum
+        # q, k and v are one parameter, viewed as [h, 3, h]; the bias of row-parallel layers is
+        # added to the sum
         == {
             "attn.c_attn.weight": "S(2)",
             "attn.c_attn.bias": "S(1)",
@@ -281,8 +282,8 @@ def test_megatron_combines_tensor_and_data_parallelism_on_their_axes(kind: str, 
     if kind != "t5" and not zero:
         assert moved(plan, "backward", "all_reduce", 0) == local
         assert all(layout.startswith("R ") for layout in storage(plan).values())
-    # a fused projection's bias too: over both axes in mesh order, so that the tensor axis is
-    # gathered before the other
+    # also for the bias of a fused projection, which is sharded over both axes in mesh order, so
+    # that the tensor axis is gathered first
     if zero:
         assert not any(layout.startswith("R ") for layout in storage(plan).values())
         fused = [3 * H] * sum(n.endswith("c_attn.bias") for n in tensor)

@@ -120,7 +120,7 @@ def test_a_pipeline_plan_round_trips(llama: tuple[Planned, Any, Any]) -> None:
     assert Plan.loads(plan.dumps()) == plan
 
 
-# as it is where stages are alike (test_alike_stages), and without stages, which always runs
+# test_alike_stages and tests without stages always test this
 @pytest.mark.slow
 def test_a_pipeline_plan_is_deterministic() -> None:
     one, other = (

@@ -201,7 +201,7 @@ def test_on_a_mesh_with_other_sizes_the_decisions_are_kept_and_the_bound_is_vali
     trace = capture(model, args, kwargs)
     part, how = planned_part(found.best, model, trace, args, kwargs)
     returned = returned_of(part, how, found.best.options["outputs"])
-    itself = carry_plan(  # a plan of these sizes is what it says
+    itself = carry_plan(  # carried to its own sizes, a plan has its predicted figures
         found.best, part, there, GLOO, options, _bytes_of(trace), returned
     )
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
@@ -209,7 +209,7 @@ def test_on_a_mesh_with_other_sizes_the_decisions_are_kept_and_the_bound_is_vali
 
 
 INTERLEAVED = {"constraints": (megatron(pp=2, zero=2, microbatches=4, chunks=2),)}
-SAME = [*CASES, "interleaved"]  # what is carried to the plan's own axes
+SAME = [*CASES, "interleaved"]  # cases that are carried to their own axes
 
 
 def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
