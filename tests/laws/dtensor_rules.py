@@ -273,8 +273,8 @@ def _of_call(
 
 
 def verdict(autopar: bool | None, torch_: bool | None) -> str:
-    """Return the verdict for each side: whether the numbers agree with it, or None if it has no
-    rule for the choice."""
+    """Return which side is wrong or has no rule. Each argument is whether the numbers agree with a
+    side, or None if it has no rule for the choice."""
     match autopar, torch_:
         case False, _:
             return "autopar is wrong"

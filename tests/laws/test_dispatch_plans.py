@@ -74,7 +74,8 @@ def slow(profile: HardwareProfile, times: float) -> HardwareProfile:
 
 
 def dispatches(plan: Plan) -> set[bool]:
-    """Return, for each decision about experts, whether both experts and tokens are sharded."""
+    """Return whether tokens are sharded in the decisions about experts, all of which shard the
+    experts."""
     chosen = [c for e in plan.entries for c in e.nodes if "experts/experts" in c.node]
     found = [
         (c.strategy.inputs["backward" in c.node], c.strategy.inputs[3 + ("backward" in c.node)])

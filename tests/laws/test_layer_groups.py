@@ -264,7 +264,7 @@ def test_a_search_without_a_plan_names_the_ops_to_separate(
 
 
 def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
-    """Return rows as they are, and no plan."""
+    """Return the exceeded rows, and never record a plan."""
     over = plans.extra.over(evaluate(plans.extra.program.problem, *choices[:3]))
     return over or []
 

@@ -284,8 +284,7 @@ class Whole(nn.Module):
 
 
 class Averages(nn.Module):
-    """A loss and another average, over the same labels or over others, with samples along a given
-    dim."""
+    """A loss and another average, over the same labels or over others."""
 
     def __init__(self, *, same: bool) -> None:
         super().__init__()

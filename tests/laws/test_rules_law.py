@@ -202,8 +202,8 @@ def test_the_law_detects_wrong_strategies(name: str) -> None:
 def in_bounds(
     target: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], mesh_shape: Any, rank: Any
 ) -> Any:
-    """Run like `trial.run`, but keep the CPU kernels of torch in bounds: they write at the indices
-    of a pooling without checks."""
+    """Run like `trial.run`, but raise an error for an index of a pooling that is out of bounds,
+    which the CPU kernels of torch do not check."""
     pooled = {
         aten.max_pool2d_with_indices_backward.default: 2,
         aten.max_pool3d_with_indices_backward.default: 3,

@@ -33,8 +33,8 @@ OUTPUTS = ("left", "right", "hidden", "joined")
 
 
 class Forked(nn.Module):
-    """Two heads on one body. The outputs are the result of the body and the concatenated results of
-    the heads."""
+    """Two heads on one body. Returns the results of both heads and of the body, and the
+    concatenated results of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
