@@ -1,5 +1,5 @@
-"""Makes ``tests/support`` importable, here and in spawned processes; no process group outlives
-its test."""
+"""Makes ``tests/support`` importable, here and in spawned processes, and destroys the process group
+after each test."""
 
 from __future__ import annotations
 

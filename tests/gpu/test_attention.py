@@ -1,5 +1,5 @@
-"""The attention kernels of a device give softmax attention and its gradients, on parts of
-queries and heads too."""
+"""The attention kernels of a device match softmax attention and its gradients, also on shards of
+queries and heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 5e-2}
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def randn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return (
         torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         .to(dtype)
@@ -31,46 +31,48 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 def test_attention_and_its_backward_match_softmax_attention(
     length: int, kind: str, kv_heads: int, size: int, dtype: torch.dtype
 ) -> None:
-    q, grad = (drawn((2, 4, length, size), dtype, seed) for seed in (0, 1))
-    k, v = (drawn((2, kv_heads, length, size), dtype, seed) for seed in (2, 3))
+    q, grad = (randn((2, 4, length, size), dtype, seed) for seed in (0, 1))
+    k, v = (randn((2, kv_heads, length, size), dtype, seed) for seed in (2, 3))
     mask = {
-        "added": drawn((1, 1, length, length), dtype, 4),
-        "seen": drawn((2, 1, length, length), dtype, 5) > -1,
+        "added": randn((1, 1, length, length), dtype, 4),
+        "seen": randn((2, 1, length, length), dtype, 5) > -1,
     }.get(kind)
     if kind == "seen":
         mask = mask | torch.eye(length, dtype=torch.bool, device="cuda")
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wide = mask.double() if kind == "added" else mask
     expected = softmax_attention(*leaves, wide, kind == "causal", 0.3)
-    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    expected_grads = torch.autograd.grad(expected, leaves, grad.double())
     out, lse = ops.attention(q, k, v, mask, kind == "causal", 0.3)
-    found = ops.attention_backward(grad, q, k, v, out, lse, mask, kind == "causal", 0.3)
-    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
-        assert ours.dtype == dtype and ours.shape == theirs.shape
-        assert (ours.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    grads = ops.attention_backward(grad, q, k, v, out, lse, mask, kind == "causal", 0.3)
+    for actual, reference in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert actual.dtype == dtype and actual.shape == reference.shape
+        assert (actual.double() - reference).abs().max() <= TOLERANCE[dtype] * reference.abs().max()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("lengths", [(16, 24), (24, 16)])
 @pytest.mark.parametrize("size", [20, 64])
-def test_where_lengths_differ_the_first_query_sees_the_first_key_alone(
+def test_causal_mask_starts_at_the_first_key_if_lengths_differ(
     size: int, lengths: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    q, grad = (drawn((2, 4, lengths[0], size), dtype, seed) for seed in (0, 1))
-    k, v = (drawn((2, 4, lengths[1], size), dtype, seed) for seed in (2, 3))
+    q, grad = (randn((2, 4, lengths[0], size), dtype, seed) for seed in (0, 1))
+    k, v = (randn((2, 4, lengths[1], size), dtype, seed) for seed in (2, 3))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     expected = softmax_attention(*leaves, None, True, 0.3)
-    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    expected_grads = torch.autograd.grad(expected, leaves, grad.double())
     out, lse = ops.attention(q, k, v, None, True, 0.3)
-    found = ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3)
-    for ours, theirs in zip((out, *found), (expected, *wanted), strict=True):
-        assert (ours.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    grads = ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3)
+    for actual, reference in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (actual.double() - reference).abs().max() <= TOLERANCE[dtype] * reference.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -> None:
+def test_attention_on_shards_of_queries_and_heads_matches_the_full_attention(
+    dtype: torch.dtype,
+) -> None:
     q, k, v, grad = (
-        drawn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6))
+        randn((2, heads, 32, 64), dtype, seed) for seed, heads in enumerate((6, 2, 2, 6))
     )
     whole, _ = ops.attention(q, k, v, None, True, 0.2)
     rows, sums = ops.attention(q[:, :, 8:20], k, v, None, True, 0.2, q_start=8)
@@ -82,18 +84,18 @@ def test_parts_of_queries_and_heads_are_parts_of_the_whole(dtype: torch.dtype) -
     )
     masked = torch.zeros_like(grad)
     masked[:, 2:5] = grad[:, 2:5]
-    wanted = ops.attention_backward(
+    expected = ops.attention_backward(
         masked, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2
     )
-    for ours, theirs in ((dq, wanted[0][:, 2:5]), (dk, wanted[1]), (dv, wanted[2])):
-        assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
-    kept = torch.zeros_like(grad)
-    kept[:, :, 8:20] = grad[:, :, 8:20]
-    wanted = ops.attention_backward(
-        kept, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2
+    for actual, reference in ((dq, expected[0][:, 2:5]), (dk, expected[1]), (dv, expected[2])):
+        assert (actual - reference).abs().max() <= TOLERANCE[dtype] * reference.abs().max()
+    row_grad = torch.zeros_like(grad)
+    row_grad[:, :, 8:20] = grad[:, :, 8:20]
+    expected = ops.attention_backward(
+        row_grad, q, k, v, *ops.attention(q, k, v, None, True, 0.2), None, True, 0.2
     )
-    found = ops.attention_backward(
+    grads = ops.attention_backward(
         grad[:, :, 8:20], q[:, :, 8:20], k, v, rows, sums, None, True, 0.2, q_start=8
     )
-    for ours, theirs in zip(found, (wanted[0][:, :, 8:20], *wanted[1:]), strict=True):
-        assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+    for actual, reference in zip(grads, (expected[0][:, :, 8:20], *expected[1:]), strict=True):
+        assert (actual - reference).abs().max() <= TOLERANCE[dtype] * reference.abs().max()

@@ -1,5 +1,5 @@
-"""On one device a compiled model computes what the plain one does there: every model of the zoo,
-whatever runs again in backward."""
+"""Compiled models on one device match the plain models, for each model of the zoo and with
+recomputation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.random_plans import prepare, random_plan
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 ONE = Mesh.parse("d=1")
-TOLERANCE = 2e-6  # parts of the models compute in float32 themselves
+TOLERANCE = 2e-6  # parts of the models compute in float32
 
 
 def on_device(model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -44,34 +44,34 @@ def loss_of(outputs: Any) -> Tensor:
     return outputs["loss"] if isinstance(outputs, dict) else outputs
 
 
-def compared(plain: nn.Module, compiled: nn.Module, batch: dict[str, Any]) -> float:
-    """The largest difference of loss and gradients, over the largest of each tensor; tensors
-    near zero are held to the largest of all."""
+def largest_error(plain: nn.Module, compiled: nn.Module, batch: dict[str, Any]) -> float:
+    """Return the largest relative error of the loss and the gradients, relative to the largest
+    element of each tensor, or to that of all gradients for tensors near zero."""
     losses = [loss_of(model(**batch)) for model in (plain, compiled)]
     for loss in losses:
         loss.backward()
-    ours, theirs = gradients(compiled), gradients(plain)
-    assert ours.keys() == theirs.keys() and ours
-    floor = 1e-6 * max(grad.abs().max().item() for grad in theirs.values())
+    actual, expected = gradients(compiled), gradients(plain)
+    assert actual.keys() == expected.keys() and actual
+    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
     errors = [
-        (ours[name] - grad).abs().max().item() / max(grad.abs().max().item(), floor)
-        for name, grad in theirs.items()
+        (actual[name] - grad).abs().max().item() / max(grad.abs().max().item(), floor)
+        for name, grad in expected.items()
     ]
     return max(*errors, abs(losses[1].item() - losses[0].item()) / abs(losses[0].item()))
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_a_compiled_model_has_the_plain_ones_loss_and_gradients(name: str) -> None:
+def test_compiled_model_matches_the_loss_and_gradients_of_the_plain_model(name: str) -> None:
     if name == "llava" and torch.__version__ < (2, 13):
         pytest.skip("torch before 2.13 cannot capture its masked_scatter")
     plain, batch = on_device(*zoo.build(name, dtype=torch.float64))
     model, _ = on_device(*zoo.build(name, dtype=torch.float64))
     compiled = autopar.compile(model, ONE, example_inputs=batch, hardware="h100-sxm")
-    assert compared(plain, compiled, batch) < TOLERANCE
+    assert largest_error(plain, compiled, batch) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "unet2d"])
-def test_what_runs_again_in_backward_gives_the_same(name: str) -> None:
+def test_recomputation_gives_the_gradients_of_the_plain_model(name: str) -> None:
     plain, batch = on_device(*zoo.build(name, dtype=torch.float64))
     model, cpu_batch = zoo.build(name, dtype=torch.float64)
     plan, program = random_plan(
@@ -79,25 +79,26 @@ def test_what_runs_again_in_backward_gives_the_same(name: str) -> None:
     )
     assert any(entry.recompute for entry in plan.entries)
     compiled = ParallelModule(program, device_mesh(ONE, "cuda"), model.cuda())
-    assert compared(plain, compiled, batch) < TOLERANCE
+    assert largest_error(plain, compiled, batch) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
-def test_in_bfloat16_it_is_no_further_from_float64_than_the_plain_one(name: str) -> None:
+def test_bfloat16_errors_of_compiled_and_plain_models_are_similar(name: str) -> None:
     exact, exact_batch = on_device(*zoo.build(name, dtype=torch.float64))
-    found = []
+    grads_by_kind = []
     for compile in (False, True):
         model, batch = on_device(*zoo.build(name, dtype=torch.bfloat16))
-        made = (
+        module = (
             autopar.compile(model, ONE, example_inputs=batch, hardware="h100-sxm")
             if compile
             else model
         )
-        made(**batch)["loss"].backward()
-        found.append(gradients(made))
+        module(**batch)["loss"].backward()
+        grads_by_kind.append(gradients(module))
     exact(**exact_batch)["loss"].backward()
-    wanted = gradients(exact)
-    plain, ours = (
-        sum((grads[name] - wanted[name]).norm().item() for name in wanted) for grads in found
+    expected = gradients(exact)
+    plain, compiled = (
+        sum((grads[name] - expected[name]).norm().item() for name in expected)
+        for grads in grads_by_kind
     )
-    assert ours < 1.5 * plain
+    assert compiled < 1.5 * plain

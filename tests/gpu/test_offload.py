@@ -1,5 +1,5 @@
-"""On a GPU what lies on the host comes and goes as it is, beside compute, and training with it
-follows the plain model."""
+"""Offloading to the host on a GPU: copies are correct and overlapped, and training matches the
+plain model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE = Mesh.parse("d=1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_again(
+def test_stored_and_fetched_tensors_are_correct_if_their_memory_is_reused(
     dtype: torch.dtype,
 ) -> None:
     for num in (1, 1000, 1 << 24):
@@ -30,14 +30,14 @@ def test_what_is_stored_and_fetched_is_what_it_was_though_its_memory_is_used_aga
         expected = x.clone()
         started = host.start_store(x, "cuda")
         stored = host.finish_store(started, "cuda")
-        x.zero_()  # after the copy, since the current stream has waited for it
+        x.zero_()  # the current stream has waited for the copy
         fetched = host.fetch(stored, "cuda")
         del stored
         torch.empty(num, dtype=dtype, pin_memory=True).fill_(1)
         assert torch.equal(fetched, expected) and host.is_on_host(host.store(expected, "cuda"))
 
 
-def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_model_in_less_memory(  # noqa: E501
+def test_training_with_offload_matches_the_plain_model_with_less_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, batch = zoo_small.gpt2(num_layers=4)
@@ -57,7 +57,7 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
     there = [p for p in ours.parameters() if isinstance(p, DTensor) and not p.to_local().is_cuda]
     assert there and all(p.to_local().is_pinned() for p in there)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, plain)]
-    left = []  # bytes of the device after each step
+    left = []  # device memory after each step, in bytes
     for _ in range(5):
         losses = [m(**batch).loss for m in (ours, plain)]
         for loss in losses:
@@ -71,7 +71,7 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
             optimizer.step()
             optimizer.zero_grad()
         left.append(torch.cuda.memory_allocated())
-    assert len(set(left[1:])) == 1, "gradients are let go"
+    assert len(set(left[1:])) == 1, "gradients are freed"
     assert not [r for r in caplog.records if "gathers the full tensors" in r.getMessage()], (
-        "the host's parameters are stepped there"
+        "parameters on the host are updated on the host"
     )

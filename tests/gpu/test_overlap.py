@@ -1,5 +1,5 @@
-"""On one device, with virtual ranks as buffers and streams, the overlapped products are their
-references, whatever is late."""
+"""Overlapped products on one device, with buffers and streams as virtual ranks, match their
+references for all delays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from native import WORLDS, needs_gpu, needs_nvcc
 from norm_cases import EPS, ranks_of, same, scaled_ranks
 from overlap_cases import whole_numbers
-from route_cases import drawn
+from route_cases import random_tokens
 from torch import Tensor
 
 from autopar.kernels import chunked, library, normed, overlapped, routed
@@ -29,11 +29,11 @@ from autopar.ops.expert_layers import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 COPIES = (None, Blocks(1), Blocks(4))
-CYCLES = 200_000  # of the device's clock: about a tenth of a millisecond
+CYCLES = 200_000  # cycles of the device clock, about 0.1 ms
 
 
-def late(seed: int, share: float = 0.3) -> Callable[[int, int], None]:
-    """Some lanes sleep before a phase."""
+def random_delays(seed: int, share: float = 0.3) -> Callable[[int, int], None]:
+    """Return a function that delays some ranks before a phase."""
     draw = random.Random(seed)
 
     def pause(rank: int, phase: int) -> None:
@@ -43,7 +43,7 @@ def late(seed: int, share: float = 0.3) -> Callable[[int, int], None]:
     return pause
 
 
-def moved(tensors: list[Tensor]) -> list[Tensor]:
+def to_cuda(tensors: list[Tensor]) -> list[Tensor]:
     return [x.cuda() for x in tensors]
 
 
@@ -58,7 +58,7 @@ def moved(tensors: list[Tensor]) -> list[Tensor]:
         ("mk,nk->mn", (24, 8), (99, 8), 1, 0),
     ],
 )
-def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
+def test_overlapped_products_of_whole_numbers_are_exact(
     equation: str,
     left: tuple[int, ...],
     right: tuple[int, ...],
@@ -68,7 +68,7 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
     dtype: torch.dtype,
     blocks: Blocks | None,
 ) -> None:
-    peers = VirtualRanks(size, "cuda", late(size), blocks)
+    peers = VirtualRanks(size, "cuda", random_delays(size), blocks)
     operands = whole_numbers(left, 1, dtype) % 2, whole_numbers(right, 2, dtype) % 2
     pairs = [
         (whole_numbers(left, 2 * rank, dtype) % 2, whole_numbers(right, 2 * rank + 1, dtype) % 2)
@@ -82,17 +82,17 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
             shards_of(operands[which], dim, size),
             [operands[1 - which] + rank % 2 for rank in range(size)],
         )
-        found = gather_all(
+        results = gather_all(
             peers,
             equation,
-            moved(shards),
-            moved(others),
+            to_cuda(shards),
+            to_cuda(others),
             which,
             dim,
             num_chunks,
         )
         for (whole, y), (expected, product) in zip(
-            found,
+            results,
             overlapped.all_gather_matmul_reference(equation, shards, others, which, dim),
             strict=True,
         ):
@@ -101,18 +101,19 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
         parts = scatter_all(
             peers, equation, [(a.cuda(), b.cuda()) for a, b in pairs], result_dim, num_chunks
         )
-        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
+        expected_parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, result_dim)
         assert all(
-            torch.equal(part.cpu(), expected) for part, expected in zip(parts, wanted, strict=True)
+            torch.equal(part.cpu(), expected)
+            for part, expected in zip(parts, expected_parts, strict=True)
         )
 
 
 @pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_reset(
+def test_a_thousand_epochs_with_random_delays_need_no_reset(
     size: int, blocks: Blocks | None
 ) -> None:
-    peers = VirtualRanks(size, "cuda", late(7, 0.05), blocks)
+    peers = VirtualRanks(size, "cuda", random_delays(7, 0.05), blocks)
     x, w = whole_numbers((67, 16), 1).cuda(), whole_numbers((16, 24), 2).cuda()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for epoch in range(1000):
@@ -132,10 +133,11 @@ def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_rese
 @pytest.mark.parametrize("blocks", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_sums_are_the_references_to_the_last_bit_each_time(
+def test_scattered_sums_always_equal_the_reference_bit_by_bit(
     size: int, dtype: torch.dtype, blocks: Blocks | None
 ) -> None:
-    """Each rank's factor is the unit matrix, so that only the order of the sum can differ."""
+    """The factor of each rank is the identity, so that results differ only if the order of the sum
+    does."""
     generator = torch.Generator().manual_seed(3)
     values = [
         (torch.randn(1037, 40, generator=generator) * 4.0 ** (rank % 5)).to(dtype)
@@ -143,21 +145,21 @@ def test_sums_are_the_references_to_the_last_bit_each_time(
     ]
     pairs = [(value, torch.eye(40, dtype=dtype)) for value in values]
     expected = torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
-    peers = VirtualRanks(size, "cuda", late(size), blocks)
+    peers = VirtualRanks(size, "cuda", random_delays(size), blocks)
     for _ in range(20):
-        found = torch.cat(
+        total = torch.cat(
             scatter_all(peers, "mk,kn->mn", [(a.cuda(), b.cuda()) for a, b in pairs], 0, 2)
         )
-        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(total.cpu(), expected)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_sums_with_residuals_and_their_norms_are_the_references_to_the_last_bit_each_time(
+def test_sums_with_residuals_and_norms_always_equal_the_reference_bit_by_bit(
     size: int, dtype: torch.dtype, rounded: bool
 ) -> None:
-    equation, peers = "mk,kn->mn", VirtualRanks(size, "cuda", late(size))
+    equation, peers = "mk,kn->mn", VirtualRanks(size, "cuda", random_delays(size))
     for here in (
         scaled_ranks((1037, 40), size, dtype),
         ranks_of(equation, (131, 24), (24, 264), 0, size, dtype),
@@ -167,49 +169,49 @@ def test_sums_with_residuals_and_their_norms_are_the_references_to_the_last_bit_
             equation, here.pairs, here.residuals, here.weights, 0, EPS, rounded
         )
         for _ in range(20):
-            found = scatter_norm_all(
+            results = scatter_norm_all(
                 peers, equation, there.pairs, there.norms(rounded=rounded), 0, 2
             )
-            assert same([[x.cpu() for x in made] for made in found], expected)
+            assert same([[x.cpu() for x in parts] for parts in results], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_rows_go_to_their_experts_and_come_back_as_in_the_reference(
-    size: int, dtype: torch.dtype
-) -> None:
-    peers = VirtualRanks(size, "cuda", late(size))
+def test_expert_dispatch_and_combine_match_the_reference(size: int, dtype: torch.dtype) -> None:
+    peers = VirtualRanks(size, "cuda", random_delays(size))
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)):
-        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs, experts, weights, most = random_tokens(size, choices, per_rank, seed)
         xs = [x.to(dtype) for x in xs]
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
-        found = dispatch_all(peers, moved(xs), moved(experts), size * per_rank, most)
+        jobs = dispatch_all(peers, to_cuda(xs), to_cuda(experts), size * per_rank, most)
         assert all(
-            torch.equal(job.rows.cpu(), parts[0])
-            for job, parts in zip(found, expected, strict=True)
+            torch.equal(job.rows.cpu(), parts[0]) for job, parts in zip(jobs, expected, strict=True)
         )
         assert all(
             torch.equal(job.position.cpu(), parts[2])
-            for job, parts in zip(found, expected, strict=True)
+            for job, parts in zip(jobs, expected, strict=True)
         )
         wide = [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights]
-        wanted = routed.moe_combine_reference(
+        expected_outputs = routed.moe_combine_reference(
             [part[0] for part in expected], expected[0][1], [part[2] for part in expected], wide
         )
         combined = combine_all(
-            peers, [(job.rows, job.table, job.position) for job in found], moved(wide)
+            peers, [(job.rows, job.table, job.position) for job in jobs], to_cuda(wide)
         )
         assert all(
-            torch.equal(job.y.cpu(), y) for job, (y, _) in zip(combined, wanted, strict=True)
+            torch.equal(job.y.cpu(), y)
+            for job, (y, _) in zip(combined, expected_outputs, strict=True)
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", WORLDS)
-def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch.dtype) -> None:
-    peers = VirtualRanks(size, "cuda", late(size))
+def test_expert_layer_on_dispatched_rows_equals_the_local_layer(
+    size: int, dtype: torch.dtype
+) -> None:
+    peers = VirtualRanks(size, "cuda", random_delays(size))
     for seed in range(6):
-        here = row_cases.drawn(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
+        here = row_cases.random_operands(size, 2, dtype, seed, h=(row_cases.H, 32)[seed % 2])
         ranks = [tuple(x.cuda() if isinstance(x, Tensor) else x for x in rank) for rank in here]
         assert row_cases.same(
             row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)
@@ -217,9 +219,9 @@ def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch
 
 
 @pytest.mark.parametrize("blocks", COPIES)
-def test_large_shards_are_whole_when_their_products_begin(blocks: Blocks | None) -> None:
-    """Each chunk is read as soon as it is signalled: one that a block has not finished would
-    show."""
+def test_large_chunks_are_complete_when_they_are_signalled(blocks: Blocks | None) -> None:
+    """Each chunk is read as soon as it is signalled, so that an incomplete copy of a block would be
+    detected."""
     x = torch.arange(1 << 22, dtype=torch.int64, device="cuda").view(1 << 13, -1)
     peers = VirtualRanks(2, "cuda", None, blocks)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -242,8 +244,9 @@ def test_large_shards_are_whole_when_their_products_begin(blocks: Blocks | None)
     assert wrong.item() == 0
 
 
-def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
-    """Rank 1 says that its shard is there long before it is: rank 0 reads what lay there."""
+def test_signal_before_its_data_gives_wrong_results() -> None:
+    """Rank 1 signals long before it writes its shard, so that rank 0 reads the previous
+    contents."""
     x, w = whole_numbers((64, 16), 1).cuda() + 4, whole_numbers((16, 8), 2).cuda()
 
     def gathered_by_rank_0(early: bool) -> Tensor:
@@ -265,5 +268,5 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
     assert not torch.equal(gathered_by_rank_0(early=True), x)
 
 
-def test_the_library_is_there() -> None:
+def test_library_is_available() -> None:
     assert library.cuda() is not None, library.why_not("cuda")

@@ -1,5 +1,5 @@
-"""Processes that share one GPU: their memory is mapped into one another, and emitted graphs,
-with kernels too, train the plain model."""
+"""Processes that share one GPU: they map each other's memory, and emitted graphs, also with
+kernels, train like the plain model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_KERNELS = {
         REACHED,
         KERNELS,
         1e-6,
-    ),  # parts of the model compute in float32 themselves
+    ),  # parts of the model compute in float32
     "products and norms": (torch.float32, NORMING, KERNELS | {"matmul_reduce_add_rmsnorm"}, 1e-4),
 }
 PLANS = {
@@ -43,12 +43,12 @@ PLANS = {
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes_reach_each_others_memory_and_get_the_references_numbers(size: int) -> None:
+def test_overlapped_products_over_symmetric_memory_match_the_reference(size: int) -> None:
     for fact in run_processes(size, str(HERE / "worker_symmetric.py"), "run"):
         assert fact == {"wrong": [], "why_not": ""}
 
 
-def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
+def test_plans_with_kernels_train_like_the_plain_model_without_fallbacks() -> None:
     plans = {}
     for name, (dtype, reached, expected, _) in WITH_KERNELS.items():
         model, batch = zoo_small.llama(num_layers=1, dtype=dtype)
@@ -57,7 +57,9 @@ def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
         assert {c.kernel.name for c in plan.communications if c.kernel is not None} == expected
         plans[name] = plan.dumps(), "llama", dtype
     for facts in run_processes(2, WORKER, "train", plans):
-        assert facts["said"] == []  # else products would run before or after their communication
+        assert (
+            facts["said"] == []
+        )  # a message would mean that products do not overlap with their communication
         for name, (_, _, _, tolerance) in WITH_KERNELS.items():
             assert (
                 facts[name]["losses"] < tolerance
@@ -67,15 +69,15 @@ def test_plans_with_kernels_train_the_plain_model_and_the_kernels_run() -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_of_four_processes_train_the_plain_model(name: str) -> None:
-    kind, asked, axes = PLANS[name]
+def test_plans_of_four_processes_train_like_the_plain_model(name: str) -> None:
+    kind, presets, axes = PLANS[name]
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=torch.float64)
     plan = autopar.plan(
-        model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=asked
+        model, Mesh(axes), example_inputs=batch, hardware="h100-sxm", constraints=presets
     )
     joins = (
         torch.__version__ >= (2, 12) or name == "experts"
-    )  # torch 2.11 has no full_tensor of what is split inside a view
+    )  # torch 2.11 does not support full_tensor for strided shards
     for facts in run_processes(
         4, WORKER, "train", {name: (plan.dumps(), kind, torch.float64)}, joins
     ):
@@ -83,6 +85,6 @@ def test_plans_of_four_processes_train_the_plain_model(name: str) -> None:
         assert not joins or facts[name]["parameters"] < 2e-6
 
 
-def test_experts_rows_are_sent_by_kernels_into_the_memory_of_other_processes() -> None:
+def test_kernels_write_expert_rows_into_the_memory_of_other_processes() -> None:
     for fact in run_processes(4, WORKER, "dispatch"):
         assert fact == {"wrong": [], "why_not": ""}

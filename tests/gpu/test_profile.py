@@ -1,5 +1,4 @@
-"""A GPU is measured: the profile loads, is sensible within orders of magnitude, and plans take
-it."""
+"""Measuring a GPU: the profile loads, has a sensible order of magnitude, and is used by plans."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def profile(home: Path) -> HardwareProfile:
     return measure("cuda")
 
 
-def test_what_was_measured_loads_as_local_and_serves_models_on_a_gpu(
+def test_measured_profile_loads_as_local_and_is_the_default_for_gpus(
     profile: HardwareProfile,
 ) -> None:
     assert HardwareProfile.load("local") == profile
@@ -48,7 +47,7 @@ def test_what_was_measured_loads_as_local_and_serves_models_on_a_gpu(
     }
 
 
-def test_half_types_multiply_faster_than_float32(profile: HardwareProfile) -> None:
+def test_half_precision_products_are_faster_than_float32(profile: HardwareProfile) -> None:
     for half in ("bfloat16", "float16"):
         assert profile.peak_flops_per_s[half] > profile.peak_flops_per_s["float32"]
         assert profile.curves["attention", half].time_s(1e11) < profile.curves[
@@ -56,12 +55,12 @@ def test_half_types_multiply_faster_than_float32(profile: HardwareProfile) -> No
         ].time_s(1e11)
 
 
-def test_more_work_takes_longer_once_the_device_is_full(profile: HardwareProfile) -> None:
+def test_times_increase_with_work_on_a_busy_device(profile: HardwareProfile) -> None:
     for (kind, dtype), curve in profile.curves.items():
         assert curve.times[-2] < curve.times[-1], (kind, dtype)
 
 
-def test_a_large_op_takes_many_times_a_small_one(profile: HardwareProfile) -> None:
+def test_large_ops_take_more_than_five_times_as_long_as_small_ops(profile: HardwareProfile) -> None:
     for kind in MEMORY_KINDS:
         curve = profile.curves[kind, ""]
         assert curve.times[-1] > 5 * curve.times[0], kind
@@ -71,20 +70,20 @@ def test_a_large_op_takes_many_times_a_small_one(profile: HardwareProfile) -> No
     )
 
 
-def test_figures_are_of_the_order_that_gpus_have(profile: HardwareProfile) -> None:
+def test_figures_have_the_order_of_magnitude_of_gpus(profile: HardwareProfile) -> None:
     assert 1e-6 < profile.launch_overhead_s < 1e-3
     assert 1e11 < profile.memory_bandwidth_bytes_per_s < 2e13
     assert 1e12 < profile.peak_flops_per_s["bfloat16"] < 1e16
 
 
-def test_links_come_from_the_profile_of_the_chip(profile: HardwareProfile) -> None:
+def test_links_are_taken_from_the_profile_of_the_chip(profile: HardwareProfile) -> None:
     assert (
         profile.links
         == HardwareProfile.load(HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]).links
     )
 
 
-def test_a_model_on_the_gpu_is_planned_with_what_was_measured(profile: HardwareProfile) -> None:
+def test_model_on_the_gpu_is_planned_with_the_measured_profile(profile: HardwareProfile) -> None:
     model, batch = zoo.build("gpt2")
     plan = autopar.plan(
         model.cuda(),

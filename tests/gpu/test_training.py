@@ -1,5 +1,5 @@
-"""On one GPU what surrounds a model works as on a CPU: outside losses, shapes, evaluation,
-inputs' gradients, saved state, trainers."""
+"""Training features on one GPU: losses outside the model, other shapes, evaluation, gradients of
+inputs, saved state and trainers."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ ONE = Mesh.parse("d=1")
 
 
 def whole(x: Any) -> Tensor:
-    found: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
-    return found
+    tensor: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return tensor
 
 
-def named(found: Any) -> dict[str, Tensor]:
-    """Its tensors."""
+def tensors_of(outputs: Any) -> dict[str, Tensor]:
+    """Return the tensors of the outputs of a model, by name."""
     by_name = (
-        dict(found)
-        if isinstance(found, dict)
-        else dict(enumerate(found if isinstance(found, tuple) else (found,)))
+        dict(outputs)
+        if isinstance(outputs, dict)
+        else dict(enumerate(outputs if isinstance(outputs, tuple) else (outputs,)))
     )
     return {str(name): x for name, x in by_name.items() if isinstance(x, Tensor)}
 
 
-def moved(batch: dict[str, Any]) -> dict[str, Any]:
-    """To the device, with fresh leaves where a gradient is required."""
+def to_cuda(batch: dict[str, Any]) -> dict[str, Any]:
+    """Move a batch to the device, with new leaves for tensors that require gradients."""
     return {
         name: x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for name, x in batch.items()
@@ -66,9 +66,9 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_what_inductor_compiles_trains_as_the_plain_model(kind: str) -> None:
+def test_inductor_backend_trains_like_the_plain_model(kind: str) -> None:
     plain, batch = getattr(zoo_small, kind)()
-    plain, batch = plain.cuda(), moved(batch)
+    plain, batch = plain.cuda(), to_cuda(batch)
     ours = autopar.compile(
         copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", backend="inductor"
     )
@@ -85,11 +85,11 @@ def test_what_inductor_compiles_trains_as_the_plain_model(kind: str) -> None:
 
 @pytest.mark.parametrize("outputs", ["auto", "dtensor"])
 @pytest.mark.parametrize("kind", ["several", "convolutions", "llama_layer"])
-def test_a_loss_outside_of_the_model_trains_it_as_the_plain_one(kind: str, outputs: str) -> None:
+def test_loss_outside_the_model_trains_like_the_plain_model(kind: str, outputs: str) -> None:
     plain, batch = getattr(no_loss, kind)()
     plain, batch = (
         plain.double().cuda(),
-        moved({name: x.double() if x.is_floating_point() else x for name, x in batch.items()}),
+        to_cuda({name: x.double() if x.is_floating_point() else x for name, x in batch.items()}),
     )
     ours = autopar.compile(
         copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs=outputs
@@ -100,7 +100,7 @@ def test_a_loss_outside_of_the_model_trains_it_as_the_plain_one(kind: str, outpu
             torch.stack(
                 [
                     whole(x).pow(2).mean()
-                    for x in named(model(**batch)).values()
+                    for x in tensors_of(model(**batch)).values()
                     if whole(x).requires_grad
                 ]
             ).sum().backward()
@@ -109,21 +109,21 @@ def test_a_loss_outside_of_the_model_trains_it_as_the_plain_one(kind: str, outpu
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         close(p.detach(), q.detach())
     with torch.no_grad():
-        found, wanted = named(ours.eval()(**batch)), named(plain.eval()(**batch))
-    for name, x in wanted.items():
-        close(found[name], x)
+        actual, expected = tensors_of(ours.eval()(**batch)), tensors_of(plain.eval()(**batch))
+    for name, x in expected.items():
+        close(actual[name], x)
 
 
 @pytest.mark.parametrize("kind", ["shifted", "several", "convolutions", "llama"])
-def test_inputs_have_the_plain_models_gradients(kind: str) -> None:
-    plain, given = getattr(given_back, kind)()
+def test_gradients_of_inputs_match_the_plain_model(kind: str) -> None:
+    plain, inputs = getattr(given_back, kind)()
     plain = plain.cuda()
-    batches = [moved(given) for _ in range(2)]
+    batches = [to_cuda(inputs) for _ in range(2)]
     ours = autopar.compile(
         copy.deepcopy(plain), ONE, example_inputs=batches[0], hardware="h100-sxm"
     )
     for model, batch in zip((ours, plain), batches, strict=True):
-        out = named(model(**batch))
+        out = tensors_of(model(**batch))
         losses = (
             [out["loss"]]
             if "loss" in out
@@ -136,16 +136,16 @@ def test_inputs_have_the_plain_models_gradients(kind: str) -> None:
             close(batches[0][name].grad, x.grad, 2e-5)
 
 
-def test_other_shapes_evaluation_and_inference_follow_the_plain_model() -> None:
+def test_other_shapes_evaluation_and_inference_match_the_plain_model() -> None:
     plain, batch = zoo.build("gpt2", dropout=0.0)
-    plain, batch = plain.cuda(), moved(batch)
+    plain, batch = plain.cuda(), to_cuda(batch)
     ours = autopar.compile(
         copy.deepcopy(plain), ONE, example_inputs=batch, hardware="h100-sxm", outputs="loss"
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, plain)]
     for samples, tokens in ((4, 16), (4, 12), (3, 16), (4, 16)):
         _, other = zoo.build("gpt2", batch=samples, seq=tokens, seed=samples + tokens)
-        other, losses = moved(other), []
+        other, losses = to_cuda(other), []
         for model, optimizer in zip((ours, plain), optimizers, strict=True):
             loss = model.train()(**other).loss
             loss.backward()
@@ -164,12 +164,12 @@ def test_other_shapes_evaluation_and_inference_follow_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_on_the_host_is_saved_loaded_and_trained_in_microbatches(
+def test_offloaded_state_is_trained_in_microbatches_saved_and_loaded(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model, batch = zoo_small.gpt2(num_layers=4)
     model = model.to(dtype)
-    plain, batch = copy.deepcopy(model).cuda(), moved(batch)
+    plain, batch = copy.deepcopy(model).cuda(), to_cuda(batch)
     options: dict[str, Any] = {"hardware": quick_hosts(), "example_inputs": batch}
     free = autopar.plan(model, ONE, **options)
     within = int(0.5 * free.prediction.peak_bytes)
@@ -212,8 +212,8 @@ def test_state_on_the_host_is_saved_loaded_and_trained_in_microbatches(
 
 
 class Rotated(nn.Module):
-    """Complex numbers, of which one is conjugate where it is kept, and two biases that are added
-    up."""
+    """A model with complex tensors, one of which is saved as a conjugate, and two biases that are
+    added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,13 +221,13 @@ class Rotated(nn.Module):
         self.first, self.second = (nn.Parameter(torch.randn(64)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x) + (self.first + self.second)
-        turned = torch.view_as_complex(hidden.reshape(*hidden.shape[:-1], 32, 2))
-        turned = turned * torch.polar(torch.ones_like(turned.real), turned.imag).conj()
-        return self.down(torch.view_as_real(turned).flatten(-2)).pow(2).mean()
+        features = self.up(x) + (self.first + self.second)
+        numbers = torch.view_as_complex(features.reshape(*features.shape[:-1], 32, 2))
+        numbers = numbers * torch.polar(torch.ones_like(numbers.real), numbers.imag).conj()
+        return self.down(torch.view_as_real(numbers).flatten(-2)).pow(2).mean()
 
 
-def test_complex_numbers_and_summed_biases_come_back_from_the_host() -> None:
+def test_complex_tensors_and_summed_biases_can_be_offloaded() -> None:
     torch.manual_seed(0)
     plain, x = Rotated().cuda(), torch.randn(64, 32, device="cuda")
     free = autopar.plan(plain, ONE, example_inputs={"x": x}, hardware=quick_hosts())
@@ -248,18 +248,18 @@ def test_complex_numbers_and_summed_biases_come_back_from_the_host() -> None:
         torch.testing.assert_close(whole(p.grad).cuda(), q.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_lightning_trains_on_the_device_as_without_autopar(
+def test_lightning_on_the_device_matches_plain_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(lit.QUIET, "accelerator", "gpu")
-    wanted = lit.trained(tmp_path / "alone", "auto")
-    found = lit.trained(
+    expected = lit.train_and_test(tmp_path / "alone", "auto")
+    result = lit.train_and_test(
         tmp_path / "ours", autopar.LightningStrategy(compile_options={"hardware": "h100-sxm"})
     )
-    lit.same(found, wanted)
+    lit.same(result, expected)
 
 
-def test_transformers_trainer_trains_on_the_device_as_without_autopar(tmp_path: Path) -> None:
+def test_trainer_on_the_device_matches_the_transformers_trainer(tmp_path: Path) -> None:
     import transformers
 
     logs = []
@@ -268,7 +268,7 @@ def test_transformers_trainer_trains_on_the_device_as_without_autopar(tmp_path: 
         (autopar.Trainer, {"mesh": {"gpu": 1}, "compile_options": {"hardware": "h100-sxm"}}),
     ):
         args = trained.settings(tmp_path / kind.__module__, use_cpu=False)
-        made = kind(model=trained.Tagger(), args=args, **trained.data(), **options)
-        made.train()
-        logs.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+        trainer = kind(model=trained.Tagger(), args=args, **trained.data(), **options)
+        trainer.train()
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert logs[0] and logs[1] == pytest.approx(logs[0], rel=1e-4)

@@ -1,5 +1,5 @@
-"""Run by processes that share one GPU: plans trained beside the plain model, and experts' rows
-sent from one to the other."""
+"""Runs in processes that share one GPU: trains plans and the plain model, and sends rows of experts
+between processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def share() -> torch.library.Library:
-    """One GPU for all processes; what it returns is to be held."""
+    """Use one GPU for all processes. The caller keeps the returned object alive."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     return stage_collectives()
@@ -35,45 +35,47 @@ def share() -> torch.library.Library:
 def train(
     rank: int, plans: dict[str, tuple[str, str, torch.dtype]], joins: bool = True
 ) -> dict[str, Any]:
-    """Of plans by name, each with its model and dtype: the largest relative errors after some
-    steps; and what the kernels' log says.
+    """Train plans by name, each with its model and dtype. Return the largest relative errors after
+    some steps, and the log messages of the kernels.
 
-    `joins`: whether this torch joins all parameters, so that they can be compared, too.
+    Args:
+        joins: whether this version of torch can gather all parameters, so that they can be
+            compared.
     """
-    held, said = share(), Said()
-    logging.getLogger("autopar.kernels").addHandler(said)
+    library, handler = share(), Said()
+    logging.getLogger("autopar.kernels").addHandler(handler)
     facts = {
-        name: trained(Plan.loads(text), kind, dtype, joins)
+        name: train_plan(Plan.loads(text), kind, dtype, joins)
         for name, (text, kind, dtype) in plans.items()
     }
-    del held
-    return {**facts, "said": said.messages}
+    del library
+    return {**facts, "said": handler.messages}
 
 
-def trained(plan: Plan, kind: str, dtype: torch.dtype, joins: bool) -> dict[str, float]:
+def train_plan(plan: Plan, kind: str, dtype: torch.dtype, joins: bool) -> dict[str, float]:
     model, batch = getattr(zoo_small, kind)(num_layers=1, dtype=dtype)
     plain, batch = copy.deepcopy(model).cuda(), {name: x.cuda() for name, x in batch.items()}
     ours = autopar.compile(
         model, plan.mesh, example_inputs=batch, plan=plan
-    )  # its weights wait on the CPU
+    )  # the weights of `model` are on the CPU
     losses: list[list[float]] = []
     for each in (ours, plain):
-        optimizer, seen = torch.optim.SGD(each.parameters(), lr=0.1), []
+        optimizer, values = torch.optim.SGD(each.parameters(), lr=0.1), []
         for _ in range(STEPS):
             loss = each(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(loss.item())
-        losses.append(seen)
-    theirs = dict(plain.named_parameters())
+            values.append(loss.item())
+        losses.append(values)
+    expected = dict(plain.named_parameters())
     errors = (
-        [error(p.full_tensor(), theirs[name]) for name, p in ours.named_parameters()]
+        [error(p.full_tensor(), expected[name]) for name, p in ours.named_parameters()]
         if joins
         else [math.nan]
     )
-    apart = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
-    return {"losses": apart, "parameters": max(errors), "fell": losses[1][0] - losses[1][-1]}
+    difference = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
+    return {"losses": difference, "parameters": max(errors), "fell": losses[1][0] - losses[1][-1]}
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -81,9 +83,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def dispatch(rank: int) -> dict[str, Any]:
-    """What of experts and their gradients is not as where nothing is split, and why rows are not
-    sent by kernels if they are not."""
-    held, device = share(), torch.device("cuda", 0)
+    """Return the results and gradients of expert layers that differ from the layers on one process,
+    and the reason why no kernels send the rows, if there is one."""
+    library, device = share(), torch.device("cuda", 0)
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     starts, wrong = [i * EXPERTS // NUM for i in range(NUM)], []
     for how in ("any", "one", "none", "again"):
@@ -99,7 +101,7 @@ def dispatch(rank: int) -> dict[str, Any]:
         ]
         for routed in (False, True):
             settings = (NUM, name, rank, routed)
-            made = dispatched.experts_bound(
+            output = dispatched.experts_bound(
                 *mine[1:], "relu", EXPERTS, starts, 4 * PICKS, *settings
             )
             grads = dispatched.experts_backward_bound(
@@ -107,8 +109,8 @@ def dispatch(rank: int) -> dict[str, Any]:
             )
             wrong += [
                 (how, routed, i)
-                for i, (a, b) in enumerate(zip((made, *grads), expected, strict=True))
+                for i, (a, b) in enumerate(zip((output, *grads), expected, strict=True))
                 if not torch.equal(a, b)
             ]
-    del held
+    del library
     return {"wrong": wrong, "why_not": peers_of(AxisGroup(name, NUM, rank), device)[1]}

@@ -1,5 +1,5 @@
-"""Run by processes with a GPU each, or which share one: the overlapped products over torch's
-symmetric memory."""
+"""Runs in processes with one GPU each or with a shared GPU: overlapped products over the symmetric
+memory of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from autopar.kernels.peers import peers_of
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What is wrong in 50 epochs, and why there are no kernels if there are none."""
+    """Return the epochs with wrong results among 50, and the reason why no kernels run, if there is
+    one."""
     size = dist.get_world_size()
     shared = torch.cuda.device_count() < size
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(shared))
@@ -27,7 +28,7 @@ def run(rank: int) -> dict[str, Any]:
     torch.cuda.set_device(device)
     processes = (
         dist.group.WORLD if shared else dist.new_group(backend="nccl", device_id=device)
-    )  # NCCL wants a GPU for each
+    )  # NCCL needs one GPU per process
     assert processes is not None
     group = AxisGroup(processes.group_name, size, rank)
     x, w = whole_numbers((67, 16), 1).to(device), whole_numbers((16, 24), 2).to(device)

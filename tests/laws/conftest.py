@@ -1,4 +1,5 @@
-"""Makes what the laws share importable: the cases here, the models in the folder above."""
+"""Makes the modules of the laws importable: the cases in this folder and the models in the parent
+folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What torch's own DTensor does with an op on two ranks, asked without processes, and whether it is
-right, by numbers.
+"""The behavior of DTensor for an op on two ranks, determined without processes, and a numerical
+check of it.
 
-For every choice of a placement per operand, torch either takes the operands as they are and says
-how the results lie, or redistributes them first: then it has no rule for the choice.
+For each choice of a placement per operand, torch either accepts the operands and returns the
+placements of the results, or redistributes the operands first. In the second case, it has no rule
+for the choice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SIZES = SimpleNamespace(a=4, b=6, c=8, d=10, before=[4, 6], after=[24])
 MOST_CHOICES = 250
 Placements = tuple[Placement, ...]
 
-# Numbers that tell what the rows' own cases do not.
+# Values that reveal errors that the cases of the rows do not.
 TELLING = {
     aten.cumsum.default: lambda s: on(real(s.a, s.b, s.c), 2),
     aten.nll_loss_forward.default: lambda s: on(
@@ -45,7 +46,7 @@ TELLING = {
     aten.any.default: lambda s: on(real(s.a, s.b) * 0),
 }
 
-# Of the dtype that torch asks for where tensors have no values.
+# Operands with the dtype that torch requires for tensors without values.
 OTHERWISE = {
     aten._grouped_mm.default: [
         grouped((16, 192), (3, 192, 192), dtype=torch.bfloat16),
@@ -55,7 +56,7 @@ OTHERWISE = {
 
 
 def cases() -> Iterator[tuple[Call, list[torch.Tensor]]]:
-    """Calls of all ops of the table that torch has a rule for, with operands."""
+    """Iterate over calls of all ops of the table that torch has a rule for, with operands."""
     for op, own in {**COMMON_CASES, **FURTHER_CASES, **OTHERWISE}.items():
         if own and isinstance(op, torch._ops.OpOverload) and has_rule(op):
             for case in [
@@ -84,8 +85,8 @@ def has_rule(op: Any) -> bool:
 
 
 def choices(call: Call, tensors: Sequence[torch.Tensor]) -> list[Placements]:
-    """Every choice of a placement per operand; of many operands, those that split or add up
-    almost all, and ours."""
+    """Iterate over all choices of a placement per operand. For many operands, only choices that
+    shard or sum almost all of them, and the options of autopar, are included."""
     each = [
         [
             R,
@@ -104,8 +105,8 @@ def choices(call: Call, tensors: Sequence[torch.Tensor]) -> list[Placements]:
 def asked(
     call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, mesh: DeviceMesh
 ) -> Placements | None:
-    """The placements that torch gives to the results; None where it does not take the operands
-    as they lie."""
+    """Return the placements that torch gives to the results, or None if it does not accept the
+    operands."""
     given = [
         DTensorSpec(mesh, (p,), TensorMeta(t.shape, t.stride(), t.dtype))
         for p, t in zip(inputs, tensors, strict=True)
@@ -126,7 +127,7 @@ def asked(
     schema.schema_info = next((info[call.target] for info in infos if call.target in info), None)
     try:
         answer = _propagator().propagate_op_sharding_non_cached(schema)
-    except (RuntimeError, ValueError, AssertionError):  # it refuses, or breaks off
+    except (RuntimeError, ValueError, AssertionError):  # torch refuses the operands or fails
         return None
     wanted = answer.redistribute_schema if answer.needs_redistribute else None
     if wanted is not None and [s.placements for s in wanted.args_spec] != [
@@ -145,12 +146,15 @@ def asked(
 def holds(
     call: Call, tensors: Sequence[torch.Tensor], inputs: Placements, outputs: Placements
 ) -> bool:
-    """Whether two ranks' results are the parts of the whole that `outputs` says."""
+    """Return whether the results of two ranks are the parts of the full results that `outputs`
+    describes."""
     random = torch.Generator().manual_seed(0)
     parts = [split(x, Layout((p,)), (2,), random) for x, p in zip(tensors, inputs, strict=True)]
     plain = tuple(_plain(p) for p in outputs)
     strategy = Strategy(tuple(Layout((p,)) for p in inputs), tuple(Layout((p,)) for p in plain))
-    averaged = any(_reduce_op(p) == "avg" for p in outputs)  # of what the op itself gives on a part
+    averaged = any(
+        _reduce_op(p) == "avg" for p in outputs
+    )  # average of the results of the op on the parts
     local = call if averaged else localize(call, strategy, (2,))
     try:
         ranks = [
@@ -172,7 +176,7 @@ def _reduce_op(placement: Placement) -> Any:
 
 
 def _plain(placement: Placement) -> Placement:
-    """The nearest placement that autopar has a word for."""
+    """Return the corresponding placement of autopar."""
     if isinstance(placement, Replicate | Shard):
         return placement
     return (
@@ -220,7 +224,8 @@ def _reduced(stacked: torch.Tensor, placement: Any) -> torch.Tensor:
 
 
 def disagreements(mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
-    """Every choice on which torch and autopar differ, with the verdict of the numbers."""
+    """Return all choices on which torch and autopar differ, with the verdict of the numerical
+    check."""
     for call, tensors in cases():
         with _known_results():
             yield from _of_call(call, tensors, mesh)
@@ -228,7 +233,7 @@ def disagreements(mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _known_results() -> Iterator[None]:
-    """Torch looks once, not at every choice, at what shapes a call's results have."""
+    """Let torch compute the shapes of the results of a call once instead of at each choice."""
     propagator, known = _propagator(), []
     look = propagator._propagate_tensor_meta_non_cached
 
@@ -268,8 +273,8 @@ def _of_call(
 
 
 def verdict(autopar: bool | None, torch_: bool | None) -> str:
-    """Who is right: True where the numbers agree with a side, None where it has no rule for the
-    choice."""
+    """Return which side is wrong or has no rule. Each argument is whether the numbers agree with a
+    side, or None if it has no rule for the choice."""
     match autopar, torch_:
         case False, _:
             return "autopar is wrong"
@@ -284,7 +289,7 @@ def verdict(autopar: bool | None, torch_: bool | None) -> str:
 
 
 def _settings(call: Call) -> str:
-    """All arguments that are no tensors."""
+    """Return all arguments that are not tensors."""
     given = [str(a) for a in call.args if not isinstance(a, Operand)] + [
         f"{k}={v}" for k, v in call.kwargs.items()
     ]

@@ -1,4 +1,4 @@
-"""As `rule_cases`, for the rows of `autopar.rules.further`."""
+"""Cases like those of `rule_cases`, for the rows of `autopar.rules.further`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.rules.further import WINDOWS
 
 
 def ordered(rows: torch.Tensor, values: torch.Tensor) -> Built:
-    """searchsorted in rows that are not sorted, by their order."""
+    """Return the operands of searchsorted in unsorted rows with a sorter."""
     return on(rows, values, sorter=rows.argsort())
 
 
@@ -47,7 +47,7 @@ def distances_backward(s: Any) -> Built:
 
 
 def window(is_named: bool) -> Case:
-    """A window's length, and where it is asked for by name, that it is periodic."""
+    """Return the length of a window and, if `is_named`, a keyword that makes it periodic."""
     return lambda s: on(s.a, *[True] * is_named)
 
 
@@ -205,7 +205,7 @@ FURTHER_CASES: Mapping[Any, Case | list[Case]] = {
     ],
     aten.renorm.default: lambda s: on(
         real(s.a, s.b, s.c), 2, 1, 0.1
-    ),  # below the norm of nearly all slices
+    ),  # less than the norm of almost all slices
     aten.bucketize.Tensor: lambda s: on(real(s.a, s.b), real(s.c).sort()[0]),
     aten.index_select.default: lambda s: on(real(s.a, s.b, s.c), 1, ids(s.b, s.d)),
     aten.index_add.default: lambda s: on(

@@ -1,5 +1,5 @@
-"""One call or more for every row of the rules' table: CASES[target] makes (args, kwargs) from
-sizes a, b, c, d."""
+"""Calls for each row of the rule table. CASES[target] returns (args, kwargs) for the sizes a, b, c,
+d."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on(*args: Any, **kwargs: Any) -> Built:
 
 
 def grouped(s: Any, per_group: int, affine: bool = True) -> Built:
-    """native_group_norm with as many groups as `s.b`."""
+    """Return a native_group_norm with `s.b` groups."""
     channels, weights = (
         s.b * per_group,
         (real(s.b * per_group), real(s.b * per_group)) if affine else (None, None),
@@ -53,8 +53,8 @@ def pooled2d_backward(s: Any) -> Built:
 
 
 def experts(s: Any, parts: int = 2, act: str = "silu", gradient: bool = False) -> Built:
-    """s.a tokens of 3 features pick 2 of s.b experts with s.c features between and s.d made;
-    some picks are of no expert."""
+    """Return an expert layer: s.a tokens with 3 features pick 2 of s.b experts with s.c inner
+    features and s.d outputs. Some picks have no expert."""
     x, picked, gates = real(s.a, 3), ids(s.b + 1, s.a, 2), real(s.a, 2)
     weights = real(s.b, parts, s.c, 3), real(s.b, s.d, s.c)
     return on(*((real(s.a, s.d),) if gradient else ()), x, picked, gates, *weights, act, s.b)
@@ -71,7 +71,7 @@ def gammas(s: Any) -> Built:
 
 
 def shares(s: Any) -> Built:
-    """Of numbers of s.a rows of 3, with their parameters and the sums of these."""
+    """Return numbers of s.a rows with 3 elements, with their parameters and sums."""
     numbers, alpha = (ids(8, s.a, s.b, 3).double() + 1 for _ in range(2))
     return on(
         numbers / numbers.sum(-1, keepdim=True), alpha, alpha.sum(-1, keepdim=True).expand_as(alpha)
@@ -106,7 +106,7 @@ def attended_backward(
 
 
 def flex(s: Any, kind: str, groups: int = 1, shared: bool = False) -> Built:
-    """Flex attention of s.a samples, s.b heads of keys, s.c queries and s.d keys."""
+    """Return flex attention with s.a samples, s.b heads of keys, s.c queries and s.d keys."""
     heads, keys = s.b * groups, 1 if shared else s.a
     q, k, v = real(s.a, heads, s.c, 2), real(keys, s.b, s.d, 2), real(keys, s.b, s.d, 3)
     score, mask, captured = flex_functions(kind, s.a, heads, s.c, s.d)
@@ -162,7 +162,7 @@ def convolved_backward(
 
 
 def reshaped(s: Any) -> Built:
-    """Factors grouped in two ways, so that dims merge, split and stay."""
+    """Return a view that groups factors in two ways, so that dims are merged, split and kept."""
     return on(real(*s.before), s.after)
 
 
@@ -207,7 +207,7 @@ def nll_backward(s: Any, reduction: int = 1) -> Built:
 
 
 def aligned(s: Any) -> Built:
-    """s.a samples of frames for their targets, some not all long."""
+    """Return s.a samples of frames with targets of different lengths."""
     log_probs = real(2 * s.b + 1, s.a, s.c + 1).log_softmax(-1)
     return on(log_probs, 1 + ids(s.c, s.a, s.b), ids(2, s.a) + 2 * s.b, ids(s.b, s.a) + 1, 0, True)
 
@@ -570,7 +570,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     ),
     aten._dirichlet_grad.default: shares,
     aten.argsort.stable: lambda s: on(real(s.a, s.b, s.c), stable=True, dim=1),
-    operator.getitem: None,  # below: it takes a result, not a tensor
+    operator.getitem: None,  # see below: its operand is a result of another op
     aten.index.Tensor: [
         lambda s: on(real(s.a, s.b), [ids(s.a, s.c, 1), ids(s.b, s.d)]),
         lambda s: on(real(s.a, s.b, s.c), [None, ids(s.b, s.d)]),
@@ -610,7 +610,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     **dict.fromkeys((aten.zeros.default, aten.ones.default), lambda s: on([s.a, s.b])),
     aten.full.default: lambda s: on([s.a], 2.0),
     ops.constant: lambda s: on([1.0, 2.0], [2], torch.float64, torch.device("cpu")),
-    aten.empty.memory_format: None,  # has no values to compare
+    aten.empty.memory_format: None,  # its values are undefined
     aten.new_empty.default: None,
     aten.empty_like.default: None,
     aten.scalar_tensor.default: lambda s: on(1.0),
@@ -648,7 +648,7 @@ CASES: Mapping[Any, Case | list[Case]] = {
     aten.floor_divide.default: lambda s: on(real(s.a, s.b), real(s.b) + 9),
     **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default), cube),
     aten.full_like.default: lambda s: on(real(s.a, s.b), 2.0),
-    # by torch's pointwise tag
+    # ops with the pointwise tag of torch
     aten.pow.Tensor_Scalar: lambda s: on(real(s.a, s.b), 2),
     aten.bitwise_and.Tensor: lambda s: on(real(s.a, s.b) > 0, real(s.b) > 0),
     aten.add.Scalar: lambda s: on(real(s.a, s.b), 2.0),

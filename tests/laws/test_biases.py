@@ -53,8 +53,7 @@ def built() -> tuple[Net, dict[str, Tensor], Trace]:
     return model, batch, capture(model, (), batch)
 
 
-# layouts of the weights of the first layer and the second, [out, in] each: which of their dims each
-# axis splits
+# layouts of the weights [out, in] of the first and the second layer: the dim that each axis shards
 LAYOUTS = {
     "columns, then rows": ("S(0) R", "S(1) R"),
     "rows, then columns": ("S(1) R", "S(0) R"),
@@ -153,8 +152,8 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("mesh", [Mesh(1), Mesh({"gpu": 4})], ids=str)
 def test_small_relu_models_in_bfloat16_are_within_the_tolerance(mesh: Mesh) -> None:
-    """One rounding decides if a unit with an input near zero is active, and thereby a row of a
-    gradient."""
+    """A rounding error decides whether a unit with an input near zero is active, and thereby
+    changes a row of a gradient."""
     plan = autopar.plan(
         Small().bfloat16(), mesh, example_inputs=(torch.randn(16, 32).bfloat16(),), hardware=CPU
     )

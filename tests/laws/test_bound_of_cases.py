@@ -170,7 +170,7 @@ def test_a_mixture_is_divided_by_the_op_whose_time_differs_most() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The certificate.
+# The certificate of a proof by cases.
 
 MESH = Mesh.parse("node=2,gpu=2")
 
@@ -184,7 +184,7 @@ def slow_links() -> HardwareProfile:
 
 @cache
 def planned() -> tuple[Trace, Plan]:
-    """A plan with a proof of three cases."""
+    """Return a plan whose proof has three cases."""
     model, batch = zoo_small.gpt2()
     trace = capture(model, (), batch)
     clock, options = Clock(lambda _: None), PlanOptions().of_a_trace().begun()
@@ -207,7 +207,7 @@ def as_if_far(best: Candidate, split: Condition) -> Solution:
 
 
 def divided_again(priced: Priced, cases: Cases, split: Condition) -> Multipliers:
-    """Return the multipliers of all cases with one case divided again."""
+    """Return the multipliers of all cases after one case is split again."""
     first, last = cases.leaves
     found = list[tuple[tuple[Condition, ...], Multipliers]]()
     for each in (split, split.opposite):

@@ -1,7 +1,7 @@
 """The bound under a budget is not higher than any plan that fits, and such plans are found.
 
-Plans under budgets from large to small are emitted and their peaks are measured. The peak of each
-plan is then used as a budget.
+Plans under decreasing budgets are emitted and their peaks are measured. The peak of each plan is
+then used as a budget.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def built(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     model, batch = getattr(zoo_small, kind)()
     return model, {
         name: torch.cat([x] * 8) for name, x in batch.items()
-    }  # activations outweigh parameters
+    }  # activations are larger than parameters
 
 
 @cache
@@ -100,7 +100,7 @@ def planned(trace: Trace, mesh: int, budget: int | None) -> Plan:
 
 
 def ladder(trace: Trace, mesh: int) -> list[Plan]:
-    """Plans under decreasing memory budgets."""
+    """Return plans under decreasing memory budgets."""
     plans = [planned(trace, mesh, None)]
     for share in SHARES:
         try:
@@ -131,13 +131,13 @@ def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: in
             "bert",
             "autopar.sharding.clusters.Storages.are_full",
             lambda self, refs: False,
-        ),  # attention's result, and a view made with it
+        ),  # the result of attention and a view of it
         ("reads a view", "autopar.sharding.clusters.Storages.are_full", lambda self, refs: False),
         (
             "ends with a view",
             "autopar.cost.tensor_values._is_view",
             lambda cluster: False,
-        ),  # a layer's end is kept beside what it is a view of
+        ),  # the result of a layer and its base tensor are both kept
     ],
 )
 def test_counting_shared_memory_twice_gives_a_bound_that_is_too_high(
@@ -146,7 +146,7 @@ def test_counting_shared_memory_twice_gives_a_bound_that_is_too_high(
     plans = ladder(traced(kind), 1)
     monkeypatch.setattr(what, mutant)
     model, batch = built(kind)
-    trace = capture(model, (), batch)  # classes are remembered by trace
+    trace = capture(model, (), batch)  # classes are cached by trace
     assert any(is_refused(trace, plan) for plan in plans)
 
 

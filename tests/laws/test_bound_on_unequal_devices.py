@@ -24,7 +24,7 @@ from tests.laws.test_bound_over_cuts import (
 )
 from tests.laws.test_unequal_devices import A100, H100, SLOW
 
-# the bound is held against plans in which equal layers may differ
+# the bound is compared with plans in which equal layers may differ
 apart = parameters_decide_for_themselves
 
 
@@ -66,8 +66,8 @@ def test_no_cut_over_unequal_devices_is_faster_than_the_bound_of_search_and_cert
 
 
 def _steps(models: Sequence[Model], cuts: Sequence[int], rng: random.Random) -> list[float]:
-    """Of the best plans for these cuts, for all layouts of what crosses, or so many drawn: each
-    stage solved on its own devices."""
+    """Return the step times of the best plans for these cuts, with each stage solved on its own
+    devices, for all layouts of the crossing tensors, or for a random sample of them."""
     made = cut_trace(models[0].trace, [models[0].points[c - 1].position for c in cuts])
     each = [models[0]._layouts(boundary.values) for boundary in made.boundaries]
     ways = [*itertools.product(*each)]

@@ -47,7 +47,7 @@ MICROBATCHES = 4
 
 @dataclass
 class Model:
-    """A microbatch's trace, and all that its bound rests on, for stages on `mesh_shape`."""
+    """The trace of a microbatch and everything that its bound needs, for stages on `mesh_shape`."""
 
     trace: Trace
     mesh_shape: tuple[int, ...]
@@ -109,8 +109,8 @@ class Model:
         return self.parting(multipliers, kernels).parts()
 
     def raised(self, multipliers: Multipliers, factor: float = 10.0) -> Parts:
-        """With what searches of units prove; of most that is less than so many times what the
-        multipliers do, so that they end."""
+        """Add the bounds of searches of units. Searches of large units stop at `factor` times the
+        bound of the multipliers."""
         parting = self.parting(multipliers)
         return UnitPrograms(parting, parting.parts(), math.inf).raise_units(factor)
 
@@ -133,8 +133,8 @@ class Model:
         return over_cuts.Unfolded(ways, prices, versions)
 
     def every_step(self, cuts: Sequence[int], rng: random.Random, most: int) -> Iterator[float]:
-        """Step times of the best plans for these cuts, every op for itself, for layouts of what
-        crosses: all, or so many drawn."""
+        """Return step times of the best plans for these cuts, with separate decisions for all ops,
+        for all layouts of the crossing tensors or a random sample of them."""
         made = cut_trace(self.trace, [self.points[c - 1].position for c in cuts])
         crossing = [self._layouts(boundary.values) for boundary in made.boundaries]
         ways = [*itertools.product(*(range(len(each)) for each in crossing))]
@@ -181,7 +181,8 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def parameters_decide_for_themselves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the plans that the bound is held against; in the whole they are folded."""
+    """Give each parameter a separate decision in the plans that the bound is compared with. In the
+    full problem, they are folded."""
     fold = builder._DIGITS
 
     class Apart:
@@ -256,7 +257,7 @@ def test_no_cut_of_a_chain_is_faster_than_the_bound_for_any_boundary_layout(
         )
         best = min(best, fastest)
     bound = least_step(parts, num_stages, MICROBATCHES).step_s
-    # where compute cannot hide all that is early, λ = 1 is not the best that can be proven
+    # if compute cannot hide all early communication, λ = 1 does not give the best bound
     assert (0.97 if profile == "cpu-gloo" else 0.8) * best <= bound <= best * (1 + 1e-9)
 
 
@@ -272,7 +273,7 @@ def test_unit_bounds_sum_to_the_relaxation_and_folding_loses_little(seed: int) -
 
 
 def worse(known: Multipliers, model: Model, rng: random.Random) -> Multipliers:
-    """Others than the best: each proves something too."""
+    """Return other multipliers than the best ones. Each of them proves a bound."""
     step = max(known.bound_s, 1e-9) * 10 ** rng.uniform(-4, -1)
     potentials = {
         key: max(0.0, y + step * rng.gauss(0, 1) * (rng.random() < 0.3))
@@ -290,7 +291,7 @@ def worse(known: Multipliers, model: Model, rng: random.Random) -> Multipliers:
 
 
 def scaled(known: Multipliers, factor: float) -> Multipliers:
-    """Such that collectives are worth more than they cost, in many places, by little."""
+    """Scale the multipliers so that many collectives are worth slightly more than they cost."""
     return replace(known, potentials_s={key: y * factor for key, y in known.potentials_s.items()})
 
 
@@ -327,9 +328,9 @@ def test_any_multipliers_give_a_valid_bound_equal_in_search_and_certificate(seed
 
 @cache
 def chain_with_kernels(seed: int, num_stages: int) -> tuple[Model, dict[tuple[int, ...], float]]:
-    """A chain whose weights are larger than what it computes with them, so that products are split,
-    on links over which a collective takes about as long as its product; on every second one compute
-    hides what is early. And the fastest step for each cut."""
+    """Return a chain whose weights are larger than its activations, so that products are sharded,
+    on links over which a collective takes about as long as its product. For every second seed,
+    compute hides early communication. Also return the fastest step for each cut."""
     rng = random.Random(seed)
     sizes = {
         "width": 64,
@@ -365,8 +366,8 @@ def test_no_cut_of_a_chain_with_kernels_is_faster_than_the_bound(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_bound_that_ignores_the_savings_of_kernels_is_detected(seed: int) -> None:
-    """The best multipliers of the problem without kernels prove little where these save much,
-    and too much where that is forgotten."""
+    """The best multipliers of the problem without kernels prove little if kernels save much, and
+    too much if the savings are ignored."""
     model, fastest = chain_with_kernels(seed, 2)
     without = relax_problem(
         replace(model.whole.problem, kernels={}), spread=spread(model.instances)

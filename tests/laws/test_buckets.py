@@ -66,14 +66,14 @@ def planned(
     )
 
 
-# Any tensors, any axes
+# Arbitrary tensors and axes
 # --------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def sent(draw: st.DrawFn) -> list[tuple[tuple[int, ...], list[tuple[str, int, int]], bool]]:
-    """Tensors: shape in every layout's parts, (kind, axis, dim) of the steps on their way, and
-    whether in a wider dtype."""
+    """Draw tensors: a shape that all layouts divide, (kind, axis, dim) of the communication steps,
+    and whether they use a wider dtype."""
     found = []
     for _ in range(draw(st.integers(2, 9))):
         shape = tuple(6 * n for n in draw(st.lists(st.integers(1, 2), max_size=3)))
@@ -88,11 +88,11 @@ def sent(draw: st.DrawFn) -> list[tuple[tuple[int, ...], list[tuple[str, int, in
 
 
 def placed(moves: list[tuple[str, int, int]]) -> list[Layout]:
-    """The layouts before and after each of these steps."""
+    """Return the layouts before and after each step."""
     at: list[Any] = [Replicate(), Replicate()]
     for kind, axis, dim in moves:
         at[axis] = Shard(dim) if kind == "all_gather" else Partial("sum")
-    # the axis that is gathered first splits innermost
+    # the axis that is gathered first shards innermost
     gathered = [axis for kind, axis, _ in moves if kind == "all_gather"]
     found = [Layout(tuple(at), [*(a for a in (0, 1) if a not in gathered), *reversed(gathered)])]
     for kind, axis, dim in moves:
@@ -104,7 +104,7 @@ def placed(moves: list[tuple[str, int, int]]) -> list[Layout]:
 def program_of(
     tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], bool]],
 ) -> StageProgram:
-    """A backward graph that moves them one after another."""
+    """Return a backward graph that communicates the tensors one after another."""
     graph, results = fx.Graph(), []
     for number in range(len(tensors)):
         graph.placeholder(f"x{number}").meta.update(key=f"x{number}/parameter")
@@ -206,8 +206,8 @@ def test_tensors_in_buckets_are_bitwise_equal_to_separate_communication(
 
 
 def test_members_that_wait_for_each_other_are_refused() -> None:
-    """One tensor is reduced over the first axis and then over the second, the other the other
-    way round."""
+    """One tensor is reduced over the first axis and then over the second, the other one in the
+    opposite order."""
     first, second = ("all_reduce", 0, 0), ("all_reduce", 1, 0)
     program = program_of([((6,), [first, second], False), ((6,), [second, first], False)])
     _, _, _, made = planned("gpt2", "ddp")
@@ -221,7 +221,7 @@ def test_members_that_wait_for_each_other_are_refused() -> None:
 @examples(60)
 @given(sent())
 def test_buckets_formed_in_turn_do_not_deadlock(tensors: Any) -> None:
-    """This holds for tensors that move over any axes in any order."""
+    """This holds for tensors that are communicated over any axes in any order."""
     program = program_of(tensors)
     steps_of_all = [n for n in program.backward.graph.nodes if "moved" in n.meta]
     groups = Groups(MESH, GLOO, 1, {n.meta["moved"].name: 1.0 for n in steps_of_all})
@@ -279,7 +279,7 @@ def test_a_planned_model_gives_the_same_results_without_buckets(
     assert all(torch.equal(ran.gradients[name], x) for name, x in before.gradients.items())
     assert verify_program(trace, made.program, model, (), batch).ok
 
-    # What is listed is what is emitted is what runs.
+    # The listed buckets are emitted and run.
     listed = Counter((phase, str(c)) for phase, c in plan.issued())
     assert (
         listed
@@ -354,7 +354,8 @@ def test_the_savings_of_buckets_match_the_prediction(case: tuple[str, str, str, 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: " ".join(map(str, case)))
 def test_the_predicted_peak_equals_the_measured_peak(case: tuple[str, str, str, int]) -> None:
-    """Measured on real tensors with fake process groups, whose steps allocate the same memory."""
+    """The peak is measured on real tensors with fake process groups, whose steps allocate the same
+    memory."""
     _, batch, _, made = planned(*case)
     assert (
         measured_peak(made.stage_program(), batch)[0] == trace_peak(made.stage_program()).peak_bytes
@@ -363,7 +364,8 @@ def test_the_predicted_peak_equals_the_measured_peak(case: tuple[str, str, str, 
 
 @pytest.mark.slow
 def test_a_bucket_starts_after_its_last_member_is_ready() -> None:
-    """Three buckets, so that compute is left beside the first, in whatever room there is."""
+    """There are three buckets, so that some compute can overlap with the first one, for each limit
+    of memory."""
     _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
     serial = emit_stage(trace, replace(made.plan, buckets=(), overlap=Overlap()))
     groups = Groups.of(made.plan, H100, 1)
@@ -422,8 +424,8 @@ def test_buckets_exist_only_if_links_have_latency() -> None:
 
 
 def test_buckets_stay_within_the_budget() -> None:
-    """At the smallest budget the plan without them just fits; a little above, smaller buckets
-    do."""
+    """At the smallest budget, only the plan without buckets fits. Slightly above it, smaller
+    buckets fit."""
     _, _, trace, made = planned("gpt2", "ddp")
     alone = emit_stage(trace, replace(made.plan, buckets=()))
     least = trace_peak(alone, outputs="dtensor").peak_bytes + made.plan.prediction.beside_bytes
@@ -465,7 +467,7 @@ def test_gathers_at_the_start_and_reductions_at_the_end_of_a_step_share_buckets(
     assert not autopar.check(replace(made.plan, pipeline=pipeline), model, batch).ok
 
 
-# What is refused
+# Refusals
 # --------------------------------------------------------------------------------------------------
 
 Change = Callable[[Bucket], Bucket]
@@ -535,7 +537,7 @@ def test_a_changed_bucket_is_refused_with_the_reason(change: Change, finding: st
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_member_of_two_buckets_is_refused(place: int) -> None:
-    """Also the one in whose place its buckets stand."""
+    """This includes the member at whose place the buckets run."""
     _, _, trace, made = planned("gpt2", "ddp")
     alone = replace(made.plan, buckets=(), overlap=Overlap())
     program, groups = emit_stage(trace, alone), Groups.of(alone, GLOO, 1)
@@ -653,7 +655,7 @@ def test_an_older_plan_has_no_buckets() -> None:
 
 
 def test_a_broken_bucket_pass_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparisons above can fail: segments that come back in another order."""
+    """The comparisons above fail if segments are returned in another order."""
     model, batch, trace, made = planned("gpt2", "ddp")
 
     def turned(bucket: Any, sizes: Any, dims: Any, parts: Any, dtypes: Any) -> list[torch.Tensor]:
@@ -696,7 +698,7 @@ def test_a_file_with_a_damaged_bucket_is_refused(
 
 
 def test_compiled_bucket_passes_are_the_same() -> None:
-    """Both are one operator of torch's, whose settings are literals."""
+    """Both passes are one torch operator whose settings are literals."""
 
     def through(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:
         bucket = into_bucket([x, y, z], [0, 1, 0], 1, 1, torch.float32)

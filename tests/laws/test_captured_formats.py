@@ -1,9 +1,9 @@
-"""A capture computes the plain model, in whatever memory format operands and gradients are.
+"""A capture computes the results of the plain model for all memory formats of operands and
+gradients.
 
-A kernel may compute something else, or refuse, in another format than the one that autograd or
-torch's functions give it, by copies that a graph does not show. So each of many modules is captured
-several times in one model, behind operands and before gradients of different formats, and run on
-one device.
+A kernel may give other results or fail in another format than the one that autograd or functions of
+torch create by copies that are not in the graph. Therefore, many modules are captured several times
+in one model, with operands and gradients of different formats, and run on one device.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SPATIAL = (
     "space",
     "norms",
     "attention",
-)  # groups whose kernels know formats
-# formats of operands and of gradients, those that kernels tell apart beside contiguous ones
+)  # groups of ops whose kernels depend on formats
+# formats of operands and of gradients that kernels treat differently from contiguous ones
 PAIRS = (
     ("contiguous", "channels last"),
     ("channels last", "contiguous"),
@@ -68,11 +68,11 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-4}
 SHARES = {
     torch.float64: 1e-4,
     torch.float32: 1e-2,
-}  # of the largest gradient, below which is rounding
+}  # share of the largest gradient below which differences are rounding errors
 
 
 def made(case: Case, dtype: torch.dtype) -> tuple[Branches, list[Tensor], list[Tensor]]:
-    """The model, what it is given, and what its results are weighed with."""
+    """Return the model, its inputs, and the weights of its results."""
     torch.manual_seed(0)
     xs = [case.prepare(torch.randn(shape, dtype=dtype)) for shape in case.shapes]
     inner = case.make().to(dtype)

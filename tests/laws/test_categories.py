@@ -23,8 +23,8 @@ WEIGHTS = torch.tensor([0.0, 1.0, 2.0, 5.0])
 
 
 class Policy(nn.Module):
-    """One that learns from what it draws: an action, some of several experts without
-    replacement, and some tokens with it."""
+    """A policy that learns from its draws: an action, several experts without replacement, and
+    tokens with replacement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize(("num", "replacement"), [(1, False), (2, False), (3, True)])
 def test_categories_have_the_frequencies_of_torch(num: int, replacement: bool) -> None:
-    """To within five standard deviations of 20,000 draws; one without weight never comes, nor
-    one twice without replacement."""
+    """Frequencies of 20,000 draws agree within five standard deviations. Categories without weight
+    are never drawn, and no category is drawn twice without replacement."""
     model, x = Drawing(num, replacement), torch.zeros(20000)
     trace = capture(model, (x,), inference=True)
     tensors = {"weights": model.weights.detach(), random.STATE: random.initial_state(1)}

@@ -124,8 +124,8 @@ def test_an_unchanged_plan_is_certified_with_its_gap(
 
 @pytest.fixture(scope="module")
 def tight() -> Built:
-    """A plan that recomputes, keeps, moves in both phases, and whose bound leans on prices of
-    memory."""
+    """Return a plan that recomputes, keeps layouts, communicates in both phases, and whose bound
+    uses prices of memory."""
     trace, plan = planned("gpt2", SQUARE, H100, memory_bytes=300_000)
     assert certify(trace, plan, H100).ok
     assert any(e.again_s for e in plan.entries) and plan.kept and plan.proof.memory_s
@@ -137,8 +137,8 @@ Change = Callable[[Plan], Plan]
 
 
 def with_part(plan: Plan, name: str, pick: Callable[[Any], bool], **changes: Any) -> Plan:
-    """The plan with the first part of a list that `pick` accepts changed; a change may be a
-    function of the part."""
+    """Change the first element of a list that `pick` accepts. A change may be a function of the
+    element."""
     parts = list(getattr(plan, name))
     at = next(i for i, part in enumerate(parts) if pick(part))
     parts[at] = replace(
@@ -181,7 +181,7 @@ def prediction(**changes: Any) -> Change:
 
 
 def relaid(text: str, side: str) -> Callable[[Any], Any]:
-    """The first node's layouts of one side, all replaced."""
+    """Replace the layouts of one side of the first node."""
 
     def change(e: Any) -> Any:
         strategy = e.nodes[0].strategy
@@ -192,7 +192,7 @@ def relaid(text: str, side: str) -> Callable[[Any], Any]:
 
 
 def stored(text: str) -> Callable[[Any], Any]:
-    """Another storage layout, for the gradient too."""
+    """Change the storage layout of a parameter and its gradient."""
     at = Layout.parse(text)
     return lambda e: (replace(e.nodes[0], strategy=Strategy((at,), (at,))),)
 
@@ -213,7 +213,7 @@ def scaled(factor: float) -> Callable[[Any], Any]:
 
 
 def raised(p: Any) -> Any:
-    """One of its values, by a second."""
+    """Add one second to one of the values."""
     first = min(p.values_s)
     return replace(p, values_s={**p.values_s, first: p.values_s[first] + 1.0})
 
@@ -233,7 +233,7 @@ def other_layout(k: Any) -> tuple[Layout, ...]:
 
 
 def bars(**changes: Any) -> Change:
-    """The second bar of the time line changed."""
+    """Change the second bar of the timeline."""
 
     def change(plan: Plan) -> Plan:
         timeline = list(plan.prediction.timeline)
@@ -247,7 +247,7 @@ def bars(**changes: Any) -> Change:
 
 
 def exchanged(plan: Plan) -> Plan:
-    """Two bars of one phase and lane with each other's labels, so that all sums stay."""
+    """Exchange the labels of two bars of one phase and lane, so that all sums stay the same."""
     timeline = list(plan.prediction.timeline)
     one = next(i for i, bar in enumerate(timeline) if bar[1:3] == ("forward", "compute"))
     other = next(
@@ -263,7 +263,7 @@ def exchanged(plan: Plan) -> Plan:
 
 
 def marked(**changes: Any) -> Change:
-    """The fingerprint changed."""
+    """Change the fingerprint."""
     return lambda plan: replace(plan, fingerprint=replace(plan.fingerprint, **changes))
 
 
@@ -649,7 +649,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.fixture(scope="module")
 def stated() -> Callable[..., Priced]:
-    """What states the problem, remembering: of most changed plans it is the same."""
+    """Cache the statement of the problem, which is the same for most changed plans."""
     known: dict[str, Priced] = {}
     state = Context.problem
 
@@ -679,7 +679,7 @@ def test_a_plan_with_one_changed_claim_is_refused_with_that_claim(
     assert any(re.match(finding, str(f)) for f in found.findings), str(found)
 
 
-# rows of the loss are of the trace, which `autopar.check` makes by them, and is given here
+# the trace depends on the rows of the loss; `autopar.check` creates it with them
 FREE = (
     "loss_rows",
     "runner_up",
@@ -695,8 +695,8 @@ FREE = (
 
 
 def numbers(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every number of a plan that claims something; where a bar of the time line
-    begins between others is for the eye."""
+    """Iterate over the paths to all numbers of a plan that are claims. The start of a bar between
+    other bars is not a claim."""
     if (
         isinstance(data, int | float)
         and not isinstance(data, bool)

@@ -62,7 +62,7 @@ def proven(p: Problem, multipliers: Multipliers) -> float:
 def versions_of(
     p: Problem, multipliers: Multipliers, rng: random.Random | None = None, size: float = 0.0
 ) -> dict[int, Versions]:
-    """Those of versions; each changed by about `size`."""
+    """Return the multipliers of versions, each changed by about `size`."""
 
     def changed(kind: Mapping[tuple[int, int], float], v: int) -> dict[int, float]:
         layouts = range(len(p.values[p.variants[v].value].graph.layouts))
@@ -88,8 +88,8 @@ def relaxed(case: Case, budget: int) -> Multipliers:
 def changed(
     p: Problem, known: Multipliers, rng: random.Random, size: float, share: float, shift: float
 ) -> Prices:
-    """The potentials: a share of them changed by about `size`, or only one, and all of some
-    readers shifted by up to `shift`."""
+    """Return the potentials with a share of them, or only one, changed by about `size`, and with
+    all potentials of some readers shifted by up to `shift`."""
     prices = {}
     for v, x in enumerate(p.variants):
         num = len(p.values[x.value].graph.layouts)
@@ -118,8 +118,8 @@ SIZES = {
 def test_no_plan_is_below_the_bound_for_any_multipliers(
     case: Case, number: int, seed: int, size: float, share: float, shift: float
 ) -> None:
-    """From the relaxation's, where the bound is near the optimum: some changed a little or a
-    lot."""
+    """The multipliers are those of the relaxation, at which the bound is near the optimum, with
+    small or large changes."""
     points = [*front(case), (AMPLE, front(case)[-1][1])]
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), relaxed(case, budget)
@@ -169,8 +169,8 @@ def test_no_plan_is_below_the_bound_for_any_balance(
     share: float,
     shift: float,
 ) -> None:
-    """Against brute force with its own formula of the step, from the relaxation's multipliers at
-    that balance."""
+    """The bound is compared with brute force, which has its own formula of the step, at the
+    multipliers of the relaxation for that balance."""
     points = [*front(case), (AMPLE, front(case)[-1][1])]
     budget, best = points[number % len(points)]
     p, rng, known = case.problem(budget), random.Random(seed), at_balance(case, budget, balance)
@@ -187,7 +187,7 @@ def test_no_plan_is_below_the_bound_for_any_balance(
 
 @cache
 def at_balance(case: Case, budget: int, balance: tuple[float, float]) -> Multipliers:
-    """Those of the relaxation with rows (9), at the prices of a balance."""
+    """Return the multipliers of the relaxation with rows (9) at the prices of a balance."""
     program, engine, point = at_prices(replace(case.problem(budget), moments=()), balance)
     return multipliers(program, engine, balance, point.duals, Rows.of([]), {})
 
@@ -252,8 +252,8 @@ def test_a_balance_outside_its_range_gives_no_bound() -> None:
 def test_without_a_gap_no_multipliers_prove_more_than_the_optimum(
     seed: int, size: float, share: float, shift: float
 ) -> None:
-    """The relaxation has no gap here, so that whatever the bound forgets to subtract is seen;
-    running again may be cheap."""
+    """The relaxation has no gap in these problems, so that any term missing in the bound is
+    detected. Recomputation may be cheap."""
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
     cheap = rng.choice((0.02, 1.0))
     ops = tuple(
@@ -278,8 +278,9 @@ def test_without_a_gap_no_multipliers_prove_more_than_the_optimum(
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_value_of_kept_versions_in_backward_is_paid_for_in_forward(seed: int) -> None:
-    """From multipliers that prove all that the best plan costs: some layouts of a tensor are worth
-    more to one of backward's readers, and that is paid for by κ, μ, ν or ω. Nothing proves more."""
+    """The multipliers prove the full cost of the best plan. Then some layouts of a tensor become
+    more valuable to a reader in backward, which is paid for by κ, μ, ν or ω. No multipliers prove
+    more than the optimum."""
     rng, whole = random.Random(seed), problem(seed, rng_mesh(seed))
     few = (rng.sample(op.strategies, 1 if op.kind == "compute" else 2) for op in whole.ops)
     alone = replace(
@@ -330,9 +331,9 @@ def rng_mesh(seed: int) -> tuple[int, ...]:
 
 
 def by_hand(num_readers: int = 1) -> Problem:
-    """w rests in halves; a reads it whole and makes y in halves; b (forward) reads y whole, c
-    (backward) y and w whole. There may be more of b, which read y in halves; w may then also rest
-    whole, for three seconds."""
+    """Return a problem: w is stored in halves; a reads it in full and makes y in halves; b
+    (forward) reads y in full; c (backward) reads y and w in full. There may be more copies of b,
+    which read y in halves. Then w may also be stored in full, for three seconds."""
     whole, half = Layout.parse("R"), Layout.parse("S(0)")
     graph = layout_graph(
         SHAPE,
@@ -373,8 +374,8 @@ def by_hand(num_readers: int = 1) -> Problem:
 def test_in_a_handwritten_problem_the_best_multipliers_prove_exactly_the_optimum(
     budget: int, best: float
 ) -> None:
-    """Three ops of a second, two gathers in forward, and one in backward for whatever is not
-    kept whole."""
+    """The optimum has three ops of one second, two gathers in forward, and one in backward for each
+    tensor that is not kept in full."""
     p = replace(by_hand(), budget_bytes=budget)
     half, whole = 0, 1
     readers = [(v, use, late) for v in (0, 1) for use, late in ((0, False), (1, True))]
@@ -394,7 +395,7 @@ def test_in_a_handwritten_problem_the_best_multipliers_prove_exactly_the_optimum
 def test_in_a_handwritten_problem_no_value_of_versions_proves_more_than_the_optimum(
     num_readers: int,
 ) -> None:
-    """As above, with a second for each b, and two gathers."""
+    """The problem is the one above, with one second for each b and two gathers."""
     p, rng, best = by_hand(num_readers), random.Random(0), 4.0 + num_readers
     readers = [(v, use, False) for v in (0, 1) for use in range(num_readers if v else 1)] + [
         (0, 1, True),
@@ -415,8 +416,8 @@ def test_in_a_handwritten_problem_no_value_of_versions_proves_more_than_the_opti
 
 
 def test_in_a_handwritten_problem_a_version_of_one_reader_pays_for_no_gather_of_another() -> None:
-    """y is read in halves, and whole: its gather is paid though to the one it is worth less than
-    nothing, and arrives for backward."""
+    """y is read in halves and in full. Its gather has a cost, even though its result has a negative
+    value to one reader and arrives for backward."""
     prices = {
         (0, 0, False): {1: 1.0},
         (1, 0, False): {1: 1.0},
@@ -465,8 +466,8 @@ def test_without_multipliers_the_bound_is_the_sum_of_the_least_times_of_ops() ->
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_with_one_strategy_per_op_the_bound_is_the_cost_of_the_plan(case: Case) -> None:
-    """Where every op has one strategy left and nothing runs again, the multipliers of the
-    relaxation prove the plan's own cost."""
+    """If each op has one strategy and nothing is recomputed, the multipliers of the relaxation
+    prove the cost of the plan."""
     p = case.problem()
     chosen = solve(p, gap=0.0).strategies
     ops = tuple(
@@ -498,8 +499,8 @@ def test_a_memory_price_subtracts_the_budget_and_adds_the_least_bytes() -> None:
 def test_with_host_memory_the_certified_bound_is_that_of_the_search(
     case: Case,
 ) -> None:
-    """At the prices of tight budgets, where waiting on a host costs less than the memory it
-    leaves."""
+    """The budgets are tight, so that host memory costs less than the device memory that it
+    frees."""
     priced = 0
     for budget, best in front(case):
         p = replace(case.problem(budget), moments=())

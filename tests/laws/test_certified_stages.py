@@ -1,4 +1,4 @@
-"""Unchanged plans with stages are certified. A plan with one changed claim of the whole or of a
+"""Unchanged plans with stages are certified. A plan with one changed claim of the full plan or of a
 stage is refused."""
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def proven(**changes: float) -> Callable[[Plan], Plan]:
 
 
 def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
-    """The multiplier of the whole that is worth the most, changed."""
+    """Scale the largest multiplier of the full problem."""
 
     def change(plan: Plan) -> Plan:
         found = list(getattr(plan.proof, which))
@@ -206,7 +206,7 @@ def multiplied(which: str, by: float) -> Callable[[Plan], Plan]:
 
 
 def all_multiplied(by: float) -> Callable[[Plan], Plan]:
-    """All potentials of the whole, changed."""
+    """Scale all potentials of the full problem."""
 
     def change(plan: Plan) -> Plan:
         found = (
@@ -228,7 +228,7 @@ def slower_crossing(plan: Plan) -> Plan:
 
 
 def forgetful(plan: Plan) -> Plan:
-    """It no longer keeps what arrived, which its backward reads."""
+    """Remove a kept tensor that arrived from another stage and that backward reads."""
     arrived = {c.node for e in plan.entries if e.kind == "input" for c in e.nodes}
     kept = tuple(k for k in plan.kept if k.node not in arrived)
     assert kept != plan.kept
@@ -236,7 +236,7 @@ def forgetful(plan: Plan) -> Plan:
 
 
 def crossing(**changes: Any) -> Callable[[Plan], Plan]:
-    """The first value that goes from stage 0 to the next, told otherwise."""
+    """Change the first tensor that crosses from stage 0 to the next stage."""
 
     def change(plan: Plan) -> Plan:
         assert plan.pipeline is not None
@@ -298,7 +298,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a stage's kept values": (
         stage(1, forgetful),
         "emission",
-    ),  # backward finds what it reads in no layout
+    ),  # no layout of a tensor that backward reads is kept
     "a stage's objective": (stage(0, proven(objective_s=0.9)), "time"),
     "a stage's certified bound": (stage(0, proven(certified_bound_s=1.5)), "bound"),
     "a stage's entries": (stage(0, lambda p: replace(p, entries=p.entries[1:])), "emission"),
@@ -405,7 +405,8 @@ def test_explain_refuses_a_value_that_crosses_no_cut(made: Made) -> None:
 
 
 class NamedByParameter(nn.Module):
-    """Too few modules for four stages: cuts are before parameters, one of an embedding's module."""
+    """A model with too few modules for four stages, so that cuts are before parameters, one of them
+    in the module of an embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from autopar.runtime.backward import clip_grad_norm_
 
 
 class Waves(nn.Module):
-    """A linear, `turned` by complex weights, or by real ones as complex numbers."""
+    """A linear layer with complex weights, or with real weights viewed as complex numbers."""
 
     def __init__(self, turned: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()

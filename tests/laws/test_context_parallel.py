@@ -1,7 +1,8 @@
-"""Context parallelism by name: the sequence is split over an axis, keys and values are gathered,
-and numbers are right.
+"""The context parallelism preset: the sequence is sharded over an axis, keys and values are
+gathered, and results match the model.
 
-Volumes as `autopar.constraints.context_parallel` states them, counted in the emitted program.
+Volumes are those documented in `autopar.constraints.context_parallel`, counted in the emitted
+program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks import zoo
 
 
 class Samples(nn.Module):
-    """A loss of samples of one number."""
+    """A loss of samples with one number each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Samples(nn.Module):
 
 
 class Attending(nn.Module):
-    """Causal attention of four heads, and little else."""
+    """Causal attention with four heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Attending(nn.Module):
 
 
 class Backwards(nn.Module):
-    """Each token is weighed with what the mask says of the one as far from the other end."""
+    """Each token is weighed with the mask of the token at the mirrored position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,12 +78,12 @@ def planned(kind: str, mesh: Mesh, *constraints: Any) -> tuple[Planned, nn.Modul
 
 
 def moved(made: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
-    """Elements of what is gathered, scattered or reduced along the axis, by how many
-    collectives."""
+    """Return the number of elements that are gathered, scattered or reduced along the axis, and the
+    number of collectives."""
     size = made.plan.mesh.shape[axis]
     steps = [
         (step.phase, step.collective) for _, step in made.plan.steps()
-    ]  # before some share buckets
+    ]  # before collectives are bucketed
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
 
@@ -209,7 +210,9 @@ def test_degrees_are_assigned_to_axes_from_the_last() -> None:
 
 
 def test_the_error_of_an_op_states_which_dim_is_the_sequence() -> None:
-    model, batch = zoo_small.vit()  # of images: their channels are where others have tokens
+    model, batch = (
+        zoo_small.vit()
+    )  # images have their channels at the position of the tokens of other models
     said = (
         r"native_layer_norm/.*the sequence \(dim 1 of input pixel_values, \[4, 3, \d+, \d+\]\).* it"
         r" reads \(4, 17, 32\) as S\(2\)"

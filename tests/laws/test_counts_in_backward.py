@@ -24,7 +24,7 @@ WEIGHT = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
 
 
 class Classifier(nn.Module):
-    """Three layers, a head, and a loss of its scores."""
+    """Three layers, a head, and a loss."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def of_images(z: Tensor, y: Tensor) -> Tensor:
 
 
 def of_tokens(z: Tensor, y: Tensor) -> Tensor:
-    scores, labels = z.view(-1, 2, 5), y.view(-1, 2)  # as a language model has them
+    scores, labels = z.view(-1, 2, 5), y.view(-1, 2)  # the shapes of a language model
     return F.cross_entropy(
         scores.flatten(0, 1), labels.flatten(), label_smoothing=0.1, ignore_index=2
     )
@@ -123,7 +123,7 @@ def test_gradients_are_wrong_if_a_microbatch_uses_its_own_count(
     monkeypatch.setattr(microbatches, "take_given", leave_out)
     with pytest.raises(CoupledError, match=r"does not add up|departs|does not follow") as found:
         make_plan(LOSSES["label smoothing"], num_microbatches=2)
-    assert "label smoothing" in str(found.value)  # the line of the loss
+    assert "label smoothing" in str(found.value)  # the source line of the loss
     assert_wrong("label smoothing", monkeypatch)
 
 
@@ -144,7 +144,7 @@ def test_gradients_are_wrong_if_terms_keep_their_weights(
 
 
 def assert_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without validation the numbers differ from those of the plain model."""
+    """Assert that, without validation, the results differ from the plain model."""
     monkeypatch.setattr(tracing, "validate_before_run", lambda *_: None)
     monkeypatch.setattr(tracing, "refuse_unproven", lambda *_, **__: None)
     with pytest.raises(VerificationError):
@@ -152,7 +152,7 @@ def assert_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountedOtherwise(torch.autograd.Function):
-    """A masked mean whose backward counts the labels in another form than its forward."""
+    """A masked mean whose backward counts the labels differently from its forward."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
@@ -197,8 +197,7 @@ def test_samples_that_are_coupled_only_in_backward_are_refused() -> None:
 
 
 class WithParts(Classifier):
-    """Return the loss and both of its terms, one of which is an average and one divided by a
-    count."""
+    """Returns the loss and both of its terms: an average, and a sum divided by a count."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         scores = self.head(self.layers[1](self.layers[0](x)))

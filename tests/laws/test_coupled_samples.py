@@ -19,7 +19,7 @@ NUM_SAMPLES, WIDTH = 8, 8
 
 
 class Normed(nn.Module):
-    """Each layer normalizes over the batch, and keeps running statistics."""
+    """Each layer normalizes over the batch and keeps running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Normed(nn.Module):
 
 
 class Plain(nn.Module):
-    """Samples do not depend on each other."""
+    """A model without dependencies between samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Plain(nn.Module):
 
 
 class Contrasted(Plain):
-    """Each sample is to be nearest its own label of all in the batch (van den Oord et al.,
-    2018)."""
+    """A contrastive loss in which each sample should be closest to its own label in the batch (van
+    den Oord et al., 2018)."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x @ y.t(), torch.arange(x.shape[0]))
@@ -121,7 +121,7 @@ def test_stages_use_one_microbatch_if_smaller_ones_would_have_a_single_sample() 
     check_one(plan, model, batch, "at layers.0.1/")
     few = {
         name: tensor[:4] for name, tensor in batch.items()
-    }  # four stages: four microbatches at least, each of one sample
+    }  # four stages need at least four microbatches, with one sample each
     made = autopar.plan(
         model,
         autopar.Mesh({"stage": 4}),
@@ -144,7 +144,10 @@ def test_several_requested_microbatches_of_coupled_samples_are_refused_with_the_
     asked: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
         ((pipeline("stage", microbatches=4),), {}),
         ((pipeline("stage"),), {"num_microbatches": 2}),
-        ((pipeline("stage", schedule="interleaved_1f1b"),), {}),  # has no order for one
+        (
+            (pipeline("stage", schedule="interleaved_1f1b"),),
+            {},
+        ),  # this schedule does not support one microbatch
     )
     for constraints, options in asked:
         with pytest.raises(CoupledError, match=r"at layers\.0\.1/") as caught:

@@ -17,7 +17,7 @@ from autopar.stages import cut_points
 
 
 class Flat(nn.Module):
-    """No modules: forward reads the model's own parameters."""
+    """A model without submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class OneList(nn.Module):
-    """All that is in the model is one layer of one list."""
+    """A model whose only child is a list with one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class OneList(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks in a dict with names as keys, two modules below the model."""
+    """Blocks in a dict with names as keys, two levels below the model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from autopar.stages.placing import CutError
 
 
 class Autocast(nn.Module):
-    """The gradient of the last layer's input has another dtype than the stream."""
+    """The gradient of the input of the last layer has another dtype than the activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Autocast(nn.Module):
 
 
 class Classes(nn.Module):
-    """Label smoothing and class weights on three linears."""
+    """Three linear layers with label smoothing and class weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Streams(nn.Module):
 
 
 class Skips(nn.Module):
-    """A U-Net of linears."""
+    """A U-Net of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""What compute-sanitizer looks for on a device, looked for in the device's code as the CPU emulates
-it; planted faults are found.
+"""The checks of compute-sanitizer, applied to the device code that is emulated on the CPU. Planted
+faults are detected.
 
-Accesses out of bounds by AddressSanitizer, races in shared memory by ThreadSanitizer, barriers that
-not all threads reach by the emulation itself; that results do not depend on memory that nothing
-wrote, since the tests of the emulated code fill theirs with NaN. A fault is planted in a copy of
-the kernels' source.
+AddressSanitizer finds accesses out of bounds, ThreadSanitizer finds races in shared memory, and the
+emulation finds barriers that not all threads reach. Dependence on uninitialized memory is found
+because the tests of the emulated code fill their memory with NaN. Faults are planted in a copy of
+the sources.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SCANNED = """      sums[1 - now][thread] = sums[now][thread] + (thread >= step ?
 """  # noqa: E501
 TILE = "    before += sums[now][255];\n    __syncthreads();\n"
 
-# name: file, what is there, what is planted
+# name: file, original text, planted text
 RACES = {
     "lanes are read before all are written": (
         SUMS,
@@ -69,7 +69,7 @@ RACES = {
     "pairs are counted while they are read": (MOE, SCANNED, SCANNED.splitlines(keepends=True)[0]),
     "a tile is written while the last is read": (MOE, TILE, TILE.splitlines(keepends=True)[0]),
 }
-# and of the tests of the emulated code those that meet it
+# and the tests of the emulated code that detect it
 OUTSIDE = {
     "a group beyond the end is fetched whole": (
         COMMON,
@@ -139,7 +139,7 @@ def cases(faults: dict[str, tuple[str, ...]]) -> list[object]:
 
 
 def put(folder: Path, name: str = "", there: str = "", fault: str = "") -> None:
-    """All kernels into the folder, with the fault in the file of that name."""
+    """Copy all kernels into a folder, with the fault in the named file."""
     for path in build.sources():
         shutil.copy(path, folder / path.name)
     if name:
@@ -149,8 +149,8 @@ def put(folder: Path, name: str = "", there: str = "", fault: str = "") -> None:
 
 
 def emulated(folder: Path, which: str, *, with_addresses: bool) -> subprocess.CompletedProcess[str]:
-    """The tests of the emulated code, of kernels in `folder`; with AddressSanitizer and
-    UndefinedBehaviorSanitizer where asked."""
+    """Run the tests of the emulated code with the kernels in `folder`, optionally with
+    AddressSanitizer and UndefinedBehaviorSanitizer."""
     environment = {
         **os.environ,
         "PLANTED_KERNELS": str(folder),
@@ -174,13 +174,13 @@ def emulated(folder: Path, which: str, *, with_addresses: bool) -> subprocess.Co
         )
         with (
             pytest.MonkeyPatch.context() as patch
-        ):  # here: the compiler itself is not to be watched
+        ):  # set here, so that the compiler itself is not checked
             patch.setenv("CXX", environment["CXX"])
             build.build_library("host", "emulated", folder=folder)
         environment |= {
             "LD_PRELOAD": ":".join(found),
             "ASAN_OPTIONS": "detect_leaks=0",
-        }  # of the interpreter's
+        }  # leaks of the interpreter
     command = [
         sys.executable,
         "-m",

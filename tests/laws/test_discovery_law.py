@@ -1,5 +1,5 @@
-"""Options that discovery finds on small operands, with all rows of the table hidden, are valid
-for the full call, and include most options of the table."""
+"""Options that are discovered on small operands, with all rows of the table hidden, are valid for
+the full call and include most options of the table."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SOME = (
 
 
 def counted(op: Any) -> Counter[str]:
-    """How many options the table has, discovery finds, and both have; checks all strategies of
-    those found."""
+    """Return the numbers of options in the table, of discovered options, and of common options,
+    after checking all discovered strategies."""
     count: Counter[str] = Counter()
     cases = CASES[op] if isinstance(CASES[op], list) else [CASES[op]]
     for case in cases:
@@ -65,6 +65,9 @@ def test_options_discovered_on_small_operands_are_valid_for_the_full_call(op: An
 
 @pytest.mark.slow
 def test_all_discovered_options_are_valid_and_most_of_the_table_is_discovered() -> None:
-    apart = {ops.flex_attention, ops.flex_attention_backward}  # most options need places of parts
+    apart = {
+        ops.flex_attention,
+        ops.flex_attention_backward,
+    }  # most of their options need the offsets of shards
     count = sum((counted(op) for op in CASES if op not in apart), Counter())
     assert count["both"] >= 0.8 * count["table"], count

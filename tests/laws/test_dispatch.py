@@ -49,8 +49,9 @@ PICKS = ("any", "one", "none", "again")
 
 
 def drawn(t: int, k: int, e: int, how: str, seed: int = 0, act: str = "relu") -> tuple[Any, ...]:
-    """Operands of experts in small integers, so that all sums are exact: picks of any expert or of
-    none, all of one, all of none, or each token's all of the same."""
+    """Return operands of experts in small integers, so that all sums are exact. `how` selects the
+    picks: any experts or none, one expert for all, none for all, or the same expert for all picks
+    of a token."""
     generator = torch.Generator().manual_seed(seed)
 
     def whole(*shape: int) -> Tensor:
@@ -109,7 +110,7 @@ def test_dispatch_supports_uneven_tokens_but_not_uneven_experts() -> None:
 
 
 def test_experts_may_be_sharded_over_a_second_axis_that_gathers() -> None:
-    """Each rank sends to those of its own column; at most one axis dispatches."""
+    """Each rank sends to the ranks of its own column. At most one axis dispatches."""
     call, _ = both(drawn(8, 2, 8, "any"))[0]
     found = dispatching(call, (2, 2))
     assert all(len(dispatch_axes(call, s.inputs)) == 1 for s in found)
@@ -146,7 +147,7 @@ def test_dispatch_of_small_integers_is_exact(how: str, n: int) -> None:
 @needs_host
 @pytest.mark.parametrize("how", PICKS)
 def test_kernels_transfer_rows_between_peers_if_requested(how: str) -> None:
-    """Ranks that are threads and reach each other's memory; uneven tokens."""
+    """Ranks are threads that access each other's memory, with different numbers of tokens."""
     args = drawn(7, 3, 6, how)
     grad, n = torch.randint(-3, 4, (7, 4)).to(WHOLE), 3
     shares = [(g, *p) for g, p in zip(grad.chunk(n), parts(args, n), strict=True)]
@@ -171,8 +172,8 @@ def test_kernels_transfer_rows_between_peers_if_requested(how: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_terms_of_a_token_are_added_in_the_order_of_experts(dtype: torch.dtype) -> None:
-    """Linears that only scale by powers of two round nothing: then every bit is the unsplit
-    op's, whatever order would do to the sums."""
+    """Linear layers that only scale by powers of two do not round. Therefore, each bit equals the
+    unsharded op if the order of the sums is the same."""
     generator = torch.Generator().manual_seed(0)
     e, width = 8, 16
     x = torch.rand(32, width, generator=generator).to(dtype)
@@ -244,11 +245,12 @@ def test_the_flops_of_all_rows_are_divided_over_ranks(mesh_shape: tuple[int, ...
                 assert flops(strategy) * shares[0] == flops(whole)
 
 
-# ── broken on purpose ──
+# ── planted faults ──
 
 
 def local_with(**change: Callable[[Any], Any]) -> Callable[[Any], Local]:
-    """Local arguments with some changed: ``starts``, or the function that ranks run together."""
+    """Return local arguments with some changes: ``starts``, or the function that the ranks run
+    together."""
 
     def local(site: Any) -> Local:
         found = dispatch.local(site)
@@ -269,7 +271,7 @@ def local_with(**change: Callable[[Any], Any]) -> Callable[[Any], Local]:
 
 @dataclass(frozen=True, slots=True)
 class Backwards(Starts):
-    """The ranks' first experts, the last rank's first."""
+    """Starts with the experts of the ranks in reverse order."""
 
     def at(self, mesh_shape: Any, coordinate: Any) -> tuple[int, ...]:
         return Starts(self.dim_size, self.layout, self.dim, self.axis).at(mesh_shape, coordinate)[
@@ -282,7 +284,7 @@ def backwards(token: Starts) -> Starts:
 
 
 def apart(target: Any) -> Any:
-    """Every rank for itself: no row goes anywhere."""
+    """Let each rank compute separately, without sending rows."""
 
     def run(ranks: Any, exchange: Any) -> Any:
         return [target([(*r[:-1], r[-1][i : i + 1])], exchange)[0] for i, r in enumerate(ranks)]
@@ -291,7 +293,7 @@ def apart(target: Any) -> Any:
 
 
 def ungated(target: Any) -> Any:
-    """All gates are one."""
+    """Set all gates to one."""
     at = -6
     return lambda ranks, exchange: target(
         [(*r[:at], torch.ones_like(r[at]), *r[at + 1 :]) for r in ranks], exchange

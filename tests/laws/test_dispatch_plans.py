@@ -1,7 +1,7 @@
-"""Plans with dispatched experts are chosen if that is faster, and are priced, emitted, run and
+"""Plans with dispatched experts are chosen if they are faster, and are priced, emitted, run and
 certified like other plans.
 
-Volumes of the named plan are in `test_expert_parallel`, the op itself is in `test_dispatch`.
+Volumes of the preset are tested in `test_expert_parallel`, the op itself in `test_dispatch`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def mixtral(hidden: int, seq: int, num_experts: int, picks: int) -> tuple[Any, d
 
 
 def slow(profile: HardwareProfile, times: float) -> HardwareProfile:
-    """Links with so much less bandwidth, by the formulas alone."""
+    """Return a profile whose links have `times` less bandwidth, given only by formulas."""
     links = {
         name: replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, curves={})
         for name, link in profile.links.items()
@@ -74,7 +74,7 @@ def slow(profile: HardwareProfile, times: float) -> HardwareProfile:
 
 
 def dispatches(plan: Plan) -> set[bool]:
-    """Whether experts are split by experts with tokens split, by each of the decisions about
+    """Return whether tokens are sharded in the decisions about experts, all of which shard the
     experts."""
     chosen = [c for e in plan.entries for c in e.nodes if "experts/experts" in c.node]
     found = [
@@ -93,7 +93,7 @@ def dispatches(plan: Plan) -> set[bool]:
 def test_on_slow_links_tokens_are_dispatched_if_that_moves_fewer_bytes(
     num_experts: int, picks: int, devices: int, expected: bool
 ) -> None:
-    """Dispatch sends k/P of what gathering does."""
+    """Dispatch sends k/P of the bytes that a gather sends."""
     model, batch = mixtral(512, 512, num_experts, picks)
     mesh = Mesh({"expert": devices})
     asked = (expert_parallel("expert"),)
@@ -132,8 +132,8 @@ def planned(mesh: Mesh, *asked: Any, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def quick(times: float) -> HardwareProfile:
-    """As H100, where nothing takes time but bytes and flops, with ten times slower memory and so
-    many times slower links: there the small model's ops had better be split."""
+    """Return an H100 on which only bytes and flops take time, with ten times slower memory and
+    `times` slower links, so that sharding pays off for a small model."""
     links = {
         name: replace(
             link,
@@ -193,8 +193,8 @@ def own(plan: Plan) -> list[Communication]:
 
 
 class Layer(nn.Module):
-    """Experts with something behind them that backward reads, so that they may have to run
-    again."""
+    """Experts followed by an op whose operand backward reads, so that the experts may have to be
+    recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,8 +287,8 @@ def quicker(strategy: OpStrategy, factor: float) -> OpStrategy:
 
 @pytest.mark.slow
 def test_a_choice_on_changed_hardware_is_priced_as_in_the_full_problem() -> None:
-    """Its own collectives with the links, its products with the speed of compute, whichever way
-    is the runner-up."""
+    """Its collectives scale with the links and its products with the speed of compute, for both
+    choices of the runner-up."""
     made, model, batch = free(Mesh({"gpu": 4}), 30.0)
     profile, trace, mesh = quick(30.0), capture(model, (), batch), made.plan.mesh
     part = next(problems_of(made.plan, trace, mesh, profile, PlanOptions()))
@@ -373,7 +373,8 @@ def without(pick: Callable[[Communication], bool]) -> Callable[[Plan], Plan]:
 
 
 def gathering(plan: Plan) -> Plan:
-    """The op as if it gathered, with what it moves by itself left in."""
+    """Return the plan with the op as if it gathered, without changing its recorded
+    communication."""
     entries = []
     for entry in plan.entries:
         if "experts/experts/forward" in entry.nodes[0].node:

@@ -1,8 +1,8 @@
-"""The rules of autopar compared with those of DTensor: every disagreement is listed with the
+"""The rules of autopar compared with those of DTensor. Each disagreement is listed with the
 numerically correct side and the reason.
 
-The list is `dtensor_disagreements.json`; ``pytest --update-golden`` writes it again and leaves the
-reason of what is new to be filled in.
+The list is `dtensor_disagreements.json`. ``pytest --update-golden`` rewrites it and leaves the
+reasons of new entries empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of two fake ranks."""
+    """Return a mesh of two fake ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -77,7 +77,7 @@ def test_autopar_is_never_wrong_in_a_disagreement(found: list[Row]) -> None:
 
 
 def test_most_options_are_common_to_both_rule_sets(mesh: DeviceMesh, found: list[Row]) -> None:
-    """The comparison compares: torch takes most of what autopar offers, as it is."""
+    """This ensures that the comparison is meaningful: torch accepts most options of autopar."""
     assert len({call.target for call, _ in cases()}) >= 150 and len(found) <= 160
     call, tensors = call_on(aten.mm.default, (x := real(4, 6), w := real(6, 8)), {}, x @ w)
     assert asked(call, tensors, (Shard(1), Shard(0)), mesh) == (P,)

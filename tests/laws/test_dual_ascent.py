@@ -49,7 +49,7 @@ def ascended(p: Problem, balance: OverlapWeights = COMPUTE_BOUND, num: int = 40)
 
 
 def relaxation_s(p: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> float:
-    """The optimum of the linear program."""
+    """Return the optimum of the linear program."""
     program = Formulation(p)
     program.model.minimise(program.costs(balance))
     relaxation = Engine(program.model).relax()
@@ -175,8 +175,8 @@ def test_a_huge_problem_dominated_by_launches_is_solved_without_a_relaxation(
 def test_a_huge_problem_dominated_by_communication_is_solved_without_a_relaxation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One layer of Mixtral 8×7B, of its true size, on 8×8: the plan without communication takes
-    forty times as long."""
+    """The problem is one layer of Mixtral 8×7B in its real size on an 8×8 mesh. The plan without
+    communication takes forty times as long."""
     monkeypatch.setattr(greedy, "_HUGE", 0)
     monkeypatch.setattr(Engine, "relax", lambda *_, **__: pytest.fail("it is not needed"))
     layer, batch = blocks.mixtral_8x7b()
@@ -224,8 +224,8 @@ def test_a_plan_proven_by_dual_ascent_is_certified_and_scaled_potentials_are_det
 def test_a_search_keeps_the_solution_and_bound_of_the_ascent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The search begins where the ascent has ended, and its answer is that of a search that
-    knows nothing."""
+    """The search starts from the result of the ascent and gives the same answer as a search without
+    it."""
     p = modelled("llama")
     alone = solve(p, gap=0.0)
     monkeypatch.setattr(greedy, "_HUGE", 0)

@@ -1,8 +1,8 @@
-"""Expert parallelism by name: what it moves and holds is what the formulas say, a rank computes
-with its own experts, numbers are right.
+"""The expert parallelism preset: communication and memory match the formulas, each rank computes
+with its own experts, and results match the model.
 
-Volumes as `autopar.constraints.expert_parallel` states them, per layer and axis, counted in the
-emitted program.
+Volumes are those documented in `autopar.constraints.expert_parallel`, per layer and axis, counted
+in the emitted program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.errors import ConstraintError
 from autopar.planner import Planned
 
 LAYERS, B, S, H, F, E, K = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 48, 4, 2
-EXPERTS = (E * 2 * F * H, E * H * F)  # elements of a layer's two weights
+EXPERTS = (E * 2 * F * H, E * H * F)  # elements of both weights of a layer
 LINE, SQUARE = Mesh({"expert": 2}), Mesh({"data": 2, "expert": 2})
 
 
@@ -61,12 +61,12 @@ def planned(
 
 
 def moved(made: Planned, phase: str, kind: str, axis: int) -> Counter[int]:
-    """Elements of the whole that is gathered, scattered or reduced within an axis, by how many
-    collectives."""
+    """Return the number of elements of the full tensors that are gathered, scattered or reduced
+    within an axis, and the number of collectives."""
     size = made.plan.mesh.shape[axis]
     steps = [
         (step.phase, step.collective) for _, step in made.plan.steps()
-    ]  # before some share buckets
+    ]  # before collectives are bucketed
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(
         max(c.bytes, c.output_bytes(size)) // getattr(torch, c.dtype).itemsize for c in found
@@ -82,8 +82,8 @@ def is_right(made: Planned, model: nn.Module, batch: dict[str, Any]) -> bool:
 
 
 def gradients_are_of_their_own(made: Planned, model: nn.Module, axis: int) -> None:
-    """No gradient of an expert is reduced along the experts' axis; along one of data, beside it,
-    those of a device's own experts are."""
+    """Assert that no gradient of an expert is reduced along the expert axis, and that gradients of
+    the local experts are reduced along the data axis."""
     dense = Counter(p.numel() for name, p in model.named_parameters() if "experts" not in name)
     assert moved(made, "backward", "all_reduce", axis) == dense
     assert not axis or moved(made, "backward", "all_reduce", 0) == dense + per_layer(
@@ -102,7 +102,7 @@ def test_tokens_are_gathered_and_results_scattered_once_a_layer(
     made, model, batch = planned(mesh, expert_parallel("expert", tokens="gathered"), *beside)
     tokens = (
         B * S // (1 if len(mesh.shape) == 1 else mesh.shape[0])
-    )  # of the devices of the axis together
+    )  # all devices of the axis together
     assert moved(made, "forward", "all_gather", axis) == per_layer(
         tokens * H, tokens * K, tokens * K
     )
@@ -118,9 +118,9 @@ def test_tokens_are_gathered_and_results_scattered_once_a_layer(
 def test_rows_are_dispatched_and_combined_once_a_layer(
     mesh: Mesh, beside: tuple[Any, ...], axis: int
 ) -> None:
-    """In elements that a device puts in, of which it sends (P−1)/P: h for each of its tokens'
-    picks, there and back; in backward again, with the results' gradients and gates. And a count for
-    each expert."""
+    """Volumes are elements that a device passes to a collective, of which it sends (P−1)/P: h for
+    each pick of its tokens in both directions; in backward again, with the gradients of results and
+    gates; and one count per expert."""
     made, model, batch = planned(mesh, expert_parallel("expert", tokens="dispatched"), *beside)
     pairs = B * S // mesh.num_devices * K
     assert moved(made, "forward", "all_to_all", axis) == per_layer(E, pairs * H, pairs * H)
@@ -135,8 +135,7 @@ def test_rows_are_dispatched_and_combined_once_a_layer(
 
 
 class Sparse(nn.Module):
-    """Of each token's scores the two largest remain, among zeros that the model makes of
-    nothing."""
+    """Keeps the two largest scores of each token among zeros that the model creates."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -176,8 +175,8 @@ def test_over_two_axes_tokens_are_gathered_in_sequence() -> None:
     [(LINE, 2, 0), (SQUARE, 2, 0), (SQUARE, 4, 0), (SQUARE, 2, 3), (SQUARE, 4, 3)],
 )
 def test_a_device_stores_its_share_of_parameters(mesh: Mesh, ep: int, zero: int) -> None:
-    """Ψ_e elements of experts and Ψ of all else on D devices: Ψ_e/ep + Ψ, or with ZeRO's stage 3
-    both over D."""
+    """There are Ψ_e elements of experts and Ψ other elements on D devices. A device stores Ψ_e/ep +
+    Ψ, or both divided by D for ZeRO stage 3."""
     made, model, _ = planned(mesh, megatron(ep=ep, zero=zero))
     experts = LAYERS * sum(EXPERTS)
     other, devices = (
@@ -241,7 +240,7 @@ def test_tensor_parallelism_splits_the_hidden_dim_of_experts() -> None:
 
 @pytest.mark.slow
 def test_experts_are_not_gathered_below_zero_stage_3() -> None:
-    """Held through a step are all parameters but the experts, which are read as they rest."""
+    """All parameters except experts are kept gathered during a step. Experts are read as stored."""
     made, model, _ = planned(LINE, megatron(ep=2, zero=2, microbatches=2))
     other = sum(p.numel() for name, p in model.named_parameters() if "experts" not in name)
     rests = made.plan.prediction.memory_bytes
@@ -323,7 +322,7 @@ def test_every_expert_implementation_of_transformers_gives_the_same_graph(
         (n.op, n.target, n.meta.get("key")) for n in ours.graph.nodes
     ]
     assert sum(n.target is ops.experts for n in theirs.graph.nodes) == LAYERS
-    expected = model(**batch).loss  # what was replaced is back
+    expected = model(**batch).loss  # the replaced modules are restored
     assert torch.isfinite(expected)
     assert "experts_forward" not in type(model.model.layers[0].mlp.experts).forward.__qualname__
 
@@ -334,7 +333,7 @@ def _call(built: tuple[nn.Module, dict[str, Any]]) -> tuple[nn.Module, tuple[()]
 
 @pytest.mark.slow
 def test_experts_with_biases_are_not_replaced() -> None:
-    """They are another op's, so expert parallelism says that there are none it could split."""
+    """They are computed by another op, so that expert parallelism finds no experts to shard."""
     model, batch = of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
     with pytest.raises(ConstraintError, match=r"no experts to shard; only .* without biases"):
         autopar.plan(
@@ -354,8 +353,8 @@ def test_samples_of_expert_models_are_independent_for_microbatches() -> None:
 
 @pytest.mark.slow
 def test_the_planner_splits_experts_without_a_constraint_if_that_is_faster() -> None:
-    """Eight devices, eight large experts: to gather tokens moves less than to gather weights,
-    and a part of each makes smaller products."""
+    """With eight devices and eight large experts, gathering tokens sends less than gathering
+    weights, and sharded experts have smaller products."""
     config = AutoConfig.for_model(
         "mixtral",
         num_hidden_layers=2,
@@ -381,7 +380,7 @@ def test_the_planner_splits_experts_without_a_constraint_if_that_is_faster() -> 
     assert used and all(str(s.inputs[3]) == str(s.inputs[4]) == "S(0)" for s in used)
 
 
-# ── what cannot hold, and the words ──
+# ── refusals and their messages ──
 
 
 def test_a_model_without_experts_is_refused() -> None:

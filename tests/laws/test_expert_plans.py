@@ -1,8 +1,8 @@
-"""The vocabulary can express expert plans: forced, they emit exactly the collectives a hand-written
-version has.
+"""Layout constraints can express expert plans. These plans emit exactly the collectives of a
+handwritten version.
 
-Batch 4 on 2 × 4 devices: two samples per rank, so batch and sequence really meet in the unflattened
-linears, and too few to shard the batch over the tensor axis as well.
+The batch of 4 runs on 2 × 4 devices. Each rank has two samples, so that linear layers flatten batch
+and sequence, and the batch is too small to be sharded over the tensor axis as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.planner import Planned, PlanOptions, make_plan
 
-# what is left open is chosen as if nothing were hidden, as a hand-written plan has it
+# open choices are made without overlap, as in a handwritten plan
 ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")
 MESH = Mesh({"data": 2, "tensor": 4}, devices_per_node=8)
 DATA, TENSOR = 0, 1
@@ -62,8 +62,8 @@ def forced(kind: str, *, fsdp: bool) -> Planned:
 
 
 def counted(planned: Planned) -> dict[str, Counter[tuple[str, str, int]]]:
-    """Module kind (layer indices dropped) → how many (phase, collective, axis) move its tensors,
-    all layers together."""
+    """Return, for each module kind (layer indices dropped), the number of each (phase, collective,
+    axis) of its tensors, for all layers together."""
     found: dict[str, Counter[tuple[str, str, int]]] = {}
     for phase, key, collective in (
         (c.phase, node, c.collective) for node, c in planned.plan.steps()
@@ -79,10 +79,10 @@ def total(planned: Planned) -> Counter[tuple[str, str, int]]:
 
 
 # Megatron-LM's sequence parallelism (Korthikanti et al., 2022, figure 5): per layer, forward
-# gathers the sequence before attention and MLP and scatters after them; backward the reverse.
-# Beside these: the vocabulary-parallel embedding's scatter, the head's gather (and their reverses),
-# three small reductions for the vocabulary-parallel loss, the sum of the loss over data, and one
-# gradient all-reduce per tensor.
+# gathers the sequence before attention and MLP and scatters after them, and backward does the
+# reverse. In addition, there are the scatter of the vocabulary-parallel embedding, the gather of
+# the head (and their reverses), three small reductions of the vocabulary-parallel loss, the sum of
+# the loss over data, and one gradient all-reduce per tensor.
 FORWARD = {
     ("forward", "all_gather", TENSOR): 2 * NUM_LAYERS + 1,
     ("forward", "reduce_scatter", TENSOR): 2 * NUM_LAYERS + 1,
@@ -101,7 +101,8 @@ def test_megatron_on_llama_emits_exactly_the_collectives_of_a_handwritten_versio
         ("backward", "all_reduce", DATA): (
             9 * NUM_LAYERS + 3
         ),  # 7 matrices and 2 norms a layer; embedding, head, last norm
-        ("backward", "all_reduce", TENSOR): 2 * NUM_LAYERS + 1,  # norms see a part of the sequence
+        ("backward", "all_reduce", TENSOR): 2 * NUM_LAYERS
+        + 1,  # norms run on a shard of the sequence
     }
     assert total(forced("llama", fsdp=False)) == Counter({**FORWARD, **BACKWARD, **gradients})
 
@@ -131,8 +132,8 @@ def test_megatron_on_gpt2_emits_exactly_the_collectives_of_a_handwritten_version
         (Counter({k: n for k, n in c.items() if k[1] == "all_reduce"}) for c in block.values()),
         Counter(),
     )
-    # per layer over data: 4 matrices, 4 biases, 2 norms with weight and bias; over tensor: what
-    # sees a part of the sequence
+    # per layer over data: 4 matrices, 4 biases, 2 norms with weight and bias; over tensor:
+    # parameters of ops on a shard of the sequence
     assert reduced == {
         ("backward", "all_reduce", DATA): 12 * NUM_LAYERS,
         ("backward", "all_reduce", TENSOR): 6 * NUM_LAYERS,

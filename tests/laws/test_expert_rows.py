@@ -1,5 +1,5 @@
-"""Experts with rows written directly by peers are bitwise equal to experts with all-to-alls, and
-their shared memory is predicted."""
+"""Experts whose rows are written directly by peers are bitwise equal to experts with all-to-alls,
+and their shared memory matches the prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from native import needs_host
-from row_cases import D, H, between, both, drawn, most_of, same
+from row_cases import D, H, between, both, most_of, random_operands, same
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,12 +36,11 @@ WORLDS, DTYPES = (1, 2, 3, 4, 8), (torch.float32, torch.bfloat16, torch.float64)
 def test_results_are_bitwise_equal_to_all_to_alls_with_reused_memory(
     width: int, size: int, per_rank: int, dtype: torch.dtype
 ) -> None:
-    """Rows of 32 numbers are multiplied where they lie; the others would not begin where they
-    should."""
+    """Rows of 32 numbers are multiplied in place. Other rows are not aligned."""
     peers = VirtualRanks(size)
     with HostThreads(size) as threads:
         for seed in range(6):
-            ranks = drawn(
+            ranks = random_operands(
                 size, per_rank, dtype, seed, torch.float32 if seed % 3 == 2 else None, width
             )
             expected = both(ranks, Together)
@@ -52,8 +51,8 @@ def test_results_are_bitwise_equal_to_all_to_alls_with_reused_memory(
 @pytest.mark.parametrize("per_rank", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank: int) -> None:
-    """Only the signals hold ranks back; some are late. The memory is the same in all steps."""
-    cases = [drawn(size, per_rank, torch.float32, seed) for seed in range(5)]
+    """Only signals synchronize the ranks, some of which are late. All steps use the same memory."""
+    cases = [random_operands(size, per_rank, torch.float32, seed) for seed in range(5)]
     expected = [both(ranks, Together) for ranks in cases]
 
     def run(rank: int) -> list[int]:
@@ -77,7 +76,10 @@ def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_step_of_a_graph_is_routed_if_its_last_argument_says_so(backward: bool) -> None:
-    size, ranks = 2, [rank[0 if backward else 1 :] for rank in drawn(2, 2, torch.float64, 1)]
+    size, ranks = (
+        2,
+        [rank[0 if backward else 1 :] for rank in random_operands(2, 2, torch.float64, 1)],
+    )
     step = dispatched.experts_backward if backward else dispatched.experts
     *operands, act, num, _ = ranks[0]
     graph = fx.Graph()
@@ -112,11 +114,10 @@ def test_routes_are_limited_to_the_maximum_number_of_ranks_of_the_kernels() -> N
 
 
 def test_rows_as_wide_as_gates_use_a_separate_region() -> None:
-    """One number per row of tokens and of gates: their regions would be alike but for their
-    names."""
+    """With one number per row, the regions of tokens and gates differ only in their names."""
     ranks = [
         (g[:, :0], x[:, :1], i, w, up[..., :1].contiguous(), down[:, :0].contiguous(), *rest)
-        for g, x, i, w, up, down, *rest in (drawn(3, 2, torch.float32, 0))
+        for g, x, i, w, up, down, *rest in (random_operands(3, 2, torch.float32, 0))
     ]
     peers = VirtualRanks(3)
     found = dispatched_experts_backward(ranks, between(peers)())
@@ -133,7 +134,7 @@ def test_rows_as_wide_as_gates_use_a_separate_region() -> None:
 def test_products_read_received_rows_in_place(
     per_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size, seen, ranks = 3, [], drawn(3, per_rank, torch.float32, 0, h=32)
+    size, seen, ranks = 3, [], random_operands(3, per_rank, torch.float32, 0, h=32)
     peers, forward_of, add_up = VirtualRanks(3), experts_op.forward_of, experts_op.add_up
 
     def watched(rows: Tensor, *rest: Any) -> Tensor:
@@ -155,7 +156,7 @@ def test_products_read_received_rows_in_place(
     assert all(rows.untyped_storage().data_ptr() in lies[name] for name, rows in seen)
 
 
-# ── what they share, and hold ──
+# ── shared and local memory ──
 
 
 def test_python_and_c_compute_the_same_region_sizes() -> None:
@@ -173,7 +174,7 @@ def test_python_and_c_compute_the_same_region_sizes() -> None:
 
 
 def held_by(peers: Peers, rank: int) -> dict[Any, int]:
-    """By name and routes."""
+    """Return the bytes of a rank by the name of its regions and by its routes."""
     return {
         key: r.data[rank].untyped_storage().nbytes() + r.flags[rank].untyped_storage().nbytes()
         for key, r in peers._regions.items()
@@ -187,15 +188,15 @@ def test_the_predicted_shared_memory_is_exact(size: int, per_rank: int, dtype: t
         settings = H, D, per_rank, size, most_of(size), dtype.itemsize, gates.itemsize
         with HostThreads(size) as threads:
             for peers in (VirtualRanks(size), threads):
-                for seed in range(2):  # the second time nothing more is made
+                for seed in range(2):  # the second run allocates nothing
                     dispatched_experts(
-                        [rank[1:] for rank in drawn(size, per_rank, dtype, seed, gates)],
+                        [rank[1:] for rank in random_operands(size, per_rank, dtype, seed, gates)],
                         between(peers)(),
                     )
                     assert held_by(peers, size - 1) == shared_regions(*settings, backward=False)
                 for seed in range(2):
                     dispatched_experts_backward(
-                        drawn(size, per_rank, dtype, seed, gates), between(peers)()
+                        random_operands(size, per_rank, dtype, seed, gates), between(peers)()
                     )
                     assert held_by(peers, 0) == {
                         key: n
@@ -206,7 +207,7 @@ def test_the_predicted_shared_memory_is_exact(size: int, per_rank: int, dtype: t
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_live_memory_of_routes_equals_that_of_a_fake_group(backward: bool) -> None:
-    """With balanced picks; a fake group goes both ways, and counts the larger."""
+    """Picks are balanced. A fake group runs both ways and counts the larger memory."""
     size, tokens, width, num = 4, 16, 32, 8
     ids = (torch.arange(tokens).view(-1, 1) + torch.arange(2)) % num
     tensors = [

@@ -1,4 +1,4 @@
-"""For any falsified field of a plan, `check` refuses the plan or lists the field as not
+"""For each falsified field of a plan, `check` refuses the plan or lists the field as not
 verified."""
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def batch() -> dict[str, Tensor]:
 
 
 def others(old: Any, words: list[str]) -> Iterator[Any]:
-    """Plausible other values of a field, of which `words` are the texts in the same field
+    """Return plausible other values of a field. `words` are the texts in the same field
     elsewhere."""
     if isinstance(old, bool):
         yield not old
     elif isinstance(old, int):
         yield old + max(1, old // 2)
     elif isinstance(old, float):
-        yield old * 1.5 if abs(old) > 1e-12 else 1e-3  # beyond rounding
+        yield old * 1.5 if abs(old) > 1e-12 else 1e-3  # larger than rounding errors
     elif isinstance(old, str):
         yield from (word for word in words[:1])
         yield f"{old}x"
@@ -86,8 +86,8 @@ def others(old: Any, words: list[str]) -> Iterator[Any]:
 
 
 def accepted(plan: Plan, model: nn.Module, rng: random.Random, most: int) -> tuple[list[str], int]:
-    """What of the falsified is certified and vouched for, and how many falsified plans were
-    tried."""
+    """Return the falsified fields that are certified and not listed as unverified, and the number
+    of tried plans."""
     data = json.loads(plan.dumps())
     by_pattern: dict[str, list[Path]] = {}
     for path in places(data):
@@ -158,7 +158,7 @@ def test_a_copy_of_a_parameter_is_listed_as_a_parameter_copy() -> None:
 
 
 def reordered(data: Any, rng: random.Random, path: Path = ()) -> Any:
-    """The same with the lists whose order no claim depends on in another order."""
+    """Return the data with another order of the lists whose order no claim depends on."""
     if isinstance(data, dict):
         return {key: reordered(value, rng, (*path, key)) for key, value in data.items()}
     if not isinstance(data, list):

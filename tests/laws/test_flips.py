@@ -69,7 +69,7 @@ def test_at_its_factor_a_runner_up_costs_as_much_as_the_chosen_strategy() -> Non
             (0.0, True),
             (0.99, True),
             (1.01, False),
-        ):  # share of the way to the factor
+        ):  # fraction of the way to the factor
             priced = changed(plan, trace, flip.what, flip.factor**closer)
             delta_s = whole_delta(priced.problem, *decisions(priced, plan), index, flip.strategy)
             assert (delta_s > 0) == dearer
@@ -78,7 +78,7 @@ def test_at_its_factor_a_runner_up_costs_as_much_as_the_chosen_strategy() -> Non
 
 
 def changed(plan: Plan, trace: Trace, what: str, factor: float) -> Priced:
-    """The whole problem on hardware of which `what` is faster."""
+    """Return the full problem on hardware on which `what` is faster by a factor."""
     if what != COMPUTE:
         links = {**PROFILE.links, what: faster(PROFILE.links[what], factor - 1)}
         return priced_for(plan, trace, replace(PROFILE, links=links))
@@ -93,7 +93,7 @@ def changed(plan: Plan, trace: Trace, what: str, factor: float) -> Priced:
 def whole_delta(
     problem: Problem, strategies: tuple[int, ...], again: dict[int, int], index: int, other: str
 ) -> float:
-    """By how much the whole step is longer with the strategy `other` of one op."""
+    """Return the change of the full step with the strategy `other` for one op."""
     now = evaluate(problem, strategies, again).objective_s
     named = [i for i, s in enumerate(problem.ops[index].strategies) if str(s.layouts) == other]
     return (

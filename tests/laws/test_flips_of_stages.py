@@ -1,6 +1,6 @@
-"""Where a choice in a stage turns: priced anew on hardware beyond the change that is said, the
-runner-up is no dearer, before it is; and
-what several stages decide together is no choice of one."""
+"""The factor at which a choice in a stage changes. On hardware beyond the stated factor, the
+runner-up is not more expensive, and before it, the chosen strategy is better. A decision shared by
+several stages is not a choice of one stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.solve import evaluate
 
 
 class Block(torch.nn.Module):
-    """Two linears and a residual."""
+    """Two linear layers and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Four blocks and a loss; tied, the last has the first one's weight."""
+    """Four blocks and a loss. If tied, the last block has the weight of the first one."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def built(name: str) -> Built:
 
 
 def parts_on(made: Built, what: str = COMPUTE, factor: float = 1.0) -> list[PlanPart]:
-    """All stages with their problems, priced from the beginning on hardware of which `what` is
-    faster."""
+    """Return the problems of all stages, priced again on hardware on which `what` is faster by a
+    factor."""
     plan, part, options, profile = made
     if what != COMPUTE:
         links = {**profile.links, what: faster(profile.links[what], factor - 1)}
@@ -99,7 +99,7 @@ def parts_on(made: Built, what: str = COMPUTE, factor: float = 1.0) -> list[Plan
 
 
 def computing(problem: Problem, factor: float) -> Problem:
-    """With ops that compute so many times as fast."""
+    """Scale the speed of compute by a factor."""
     times = [
         [(s.time_s - s.communication_s) / factor + s.communication_s for s in op.strategies]
         for op in problem.ops
@@ -117,7 +117,8 @@ def computing(problem: Problem, factor: float) -> Problem:
 
 
 def step_deltas(made: Built, flip: Flip, parts: Iterable[PlanPart]) -> tuple[float, float]:
-    """By how much a stage's microbatch, and the step, are longer with the runner-up."""
+    """Return the change of the step of a stage's microbatch and of the full step with the
+    runner-up."""
     assert flip.stage is not None
     loads, problems = [], []
     for part in parts:
@@ -157,7 +158,7 @@ def test_the_choice_of_a_stage_turns_exactly_at_the_stated_change_of_hardware(
             (0.0, True),
             (0.99, True),
             (1.01, False),
-        ):  # share of the way to the factor
+        ):  # fraction of the way to the factor
             delta_s, step_s = step_deltas(
                 made, flip, parts_on(made, flip.what, flip.factor**closer)
             )

@@ -49,7 +49,7 @@ DEEPSEEK = {
     "num_key_value_heads": 4,
 }
 
-# Type or type/head, settings, what is said of the folding.
+# Type or type/head, settings, description of the folding.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", DECODER, "7 layers of model.layers"),
     "gpt2": ("gpt2", GPT2, "7 layers of transformer.h"),

@@ -1,5 +1,5 @@
-"""Equal layers are folded in any container, in the order in which forward calls them. The trace
-is that of a full capture."""
+"""Equal layers are folded in all containers, in the order in which forward calls them. The trace is
+that of a full capture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers held and called in one way, between two linears."""
+    """Layers in a container, called in one way, between two linear layers."""
 
     layers: nn.Module
 
@@ -50,7 +50,7 @@ class Net(nn.Module):
         return out
 
 
-NAMES = "hcaebdgf"  # keys that are in no order, and called in that of the alphabet
+NAMES = "hcaebdgf"  # unordered keys, called in alphabetical order
 
 
 class DictOfNames(Net):
@@ -194,7 +194,7 @@ class SkipInTheMiddle(Net):
 
 
 class BesideHeads(DictOfNames):
-    """A list that is folded, beside one that cannot be."""
+    """A list that is folded, and another one that cannot be folded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_dict_with_one_different_layer_is_captured_correctly(
 
 
 class Branching(Layer):
-    """Reads the value of a buffer, which decides a branch."""
+    """Reads the value of a buffer that decides a branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.scale.sum().item() > 0 else x

@@ -1,5 +1,5 @@
-"""Layers of an nn.ModuleDict with consecutive numbers as keys are folded as those of a list,
-however forward goes through them."""
+"""Layers of an nn.ModuleDict with consecutive numbers as keys are folded like layers of a list, for
+all ways of calling them."""
 
 from __future__ import annotations
 

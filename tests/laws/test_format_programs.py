@@ -1,8 +1,8 @@
-"""Programs compute the plain model where kernels want one memory format, and values lie otherwise
-than at the capture.
+"""Programs compute the results of the plain model if kernels need a memory format and values have
+other strides than at capture.
 
-Inputs and parameters come contiguous into a program, whatever they were at the capture, and so does
-what a collective makes. What was contiguous as a view of these is not any more.
+Inputs, parameters and results of collectives are contiguous in a program, whatever their strides at
+capture. Views of them that were contiguous at capture may not be contiguous in the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ops import formats
 
 
 class Last(nn.Module):
-    """A group norm behind a convolution whose result is channels-last; its gradient is not."""
+    """A group norm after a convolution whose result is channels-last. Its gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ def test_results_do_not_depend_on_memory_formats(
 
 
 class Turned(nn.Module):
-    """A function of the transposition of what is given: contiguous at the capture, where what is
-    given is not."""
+    """A function of the transposed input, which is contiguous at capture because the input is
+    not."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], table: Tensor | None = None) -> None:
         super().__init__()

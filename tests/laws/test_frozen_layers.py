@@ -18,7 +18,7 @@ from benchmarks.common import load_profile
 
 
 class Adapted(nn.Module):
-    """A frozen linear and a trained product of low rank beside it."""
+    """A frozen linear layer with a trainable low-rank product."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 
 
 class Layer(nn.Module):
-    """Frozen attention, an adapted MLP."""
+    """Frozen attention and an MLP with adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_the_first_layer_with_an_adapter_has_separate_decisions() -> None:
     model, batch = built(3)
     assert frozen_starts(capture(model, (), batch)) == {
         "layers": (1, 2)
-    }  # nothing reads in backward what the last one makes
+    }  # backward does not read the result of the last layer
     model.requires_grad_(True)
     assert frozen_starts(capture(model, (), batch)) == {}
 

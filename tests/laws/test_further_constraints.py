@@ -1,4 +1,4 @@
-"""What is forced in training holds in evaluation, too, over parameters as they rest."""
+"""Constraints of training also apply to evaluation, with the same stored parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.constraints import fsdp, megatron, rests_as, tensor_parallel
 
 
 class Pairs(nn.Module):
-    """A contrastive loss both ways, of a linear and of bags of equal length."""
+    """A symmetric contrastive loss of a linear layer and of embedding bags of equal length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Pairs(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table of an odd number of rows, tied to the head; without labels it scores the last
-    token alone."""
+    """An embedding with an odd number of rows, tied to the head. Without labels, it scores only the
+    last token."""
 
     def __init__(self) -> None:
         super().__init__()

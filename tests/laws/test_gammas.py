@@ -1,5 +1,5 @@
-"""Gamma numbers, and what torch.distributions makes of them: Gamma, Beta, Dirichlet, StudentT,
-with gradients for their parameters."""
+"""Gamma numbers and the distributions of torch that use them: Gamma, Beta, Dirichlet and StudentT,
+with gradients of their parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_gamma_draws_loss_and_gradients_match_the_plain_model_under_random_layou
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 1.0, 3.5, 40.0])
 def test_gamma_numbers_have_the_distribution_of_torch(alpha: float) -> None:
-    """Shares below nine quantiles of a million of torch's, to within five standard deviations."""
+    """The shares below nine quantiles of a million numbers of torch agree within five standard
+    deviations."""
     num, state = 40000, random.initial_state(3)
     tries, unit = (num, random.GAMMA_TRIES), (0.0, 1.0, torch.float64)
     normals, uniforms = (

@@ -1,5 +1,5 @@
-"""If an op couples samples, named data parallelism gathers the operands of that op, reports it,
-and the results match the model."""
+"""If an op couples samples, the data parallelism presets gather the operands of that op and log it.
+The results match the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SAYS = "gathers the batch for ops that cannot compute on a shard of it"
 
 
 class Contrasted(nn.Module):
-    """Pairs of samples, each to be nearest its own partner of all in the batch, both ways
-    (Radford et al., 2021, figure 3)."""
+    """A symmetric contrastive loss in which each sample should be closest to its partner in the
+    batch (Radford et al., 2021, figure 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Contrasted(nn.Module):
 
 
 class Turned(nn.Module):
-    """Each sample is mixed with another of the batch, as in a manifold mixup (Verma et al.,
-    2019), and goes on alone."""
+    """Each sample is mixed with another sample of the batch, as in manifold mixup (Verma et al.,
+    2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Turned(nn.Module):
 
 
 class Routed(nn.Module):
-    """What routers count of picks, with what each weighs, in one sum over all samples (Fedus et
+    """A balancing loss of routers: counts and weights of picks, summed over all samples (Fedus et
     al., 2021, section 2.2)."""
 
     def __init__(self) -> None:
@@ -68,8 +68,7 @@ class Routed(nn.Module):
 
 
 class Placed(nn.Module):
-    """Places are looked up for each sample, and each is asked for one of its tokens, the last
-    that counts."""
+    """Looks up positions for each sample and selects the last valid token of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +81,8 @@ class Placed(nn.Module):
 
 
 class Joined(nn.Module):
-    """Attention of torch's own with a mask of each sample, which joins samples with heads, and a
-    view of all tokens together."""
+    """The attention of torch with a mask per sample, which merges samples and heads, and a view of
+    all tokens together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,15 +98,15 @@ class Joined(nn.Module):
 
 
 class Alone(Turned):
-    """Samples do not depend on each other."""
+    """A model without dependencies between samples."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
 
 
 class Centred(Turned):
-    """The batch's mean is taken from what the last op makes, as losses of covariances do (Bardes
-    et al., 2022, equation 3)."""
+    """Subtracts the batch mean from the result of the last op, as in covariance losses (Bardes et
+    al., 2022, equation 3)."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         made = self.last(torch.tanh(self.first(x)))
@@ -115,7 +114,7 @@ class Centred(Turned):
 
 
 class Spaced(Turned):
-    """How far every two samples are apart: one tensor is read twice."""
+    """The distances between all pairs of samples: one tensor is read twice."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         made = self.first(x)
@@ -123,7 +122,7 @@ class Spaced(Turned):
 
 
 class Masked(Turned):
-    """Each sample is weighed with what another one's labels say, of which no parameter is part."""
+    """Each sample is weighed by the labels of another sample, without parameters."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(torch.sigmoid(y.flip(0)) * self.last(torch.tanh(self.first(x))), y)
@@ -152,7 +151,8 @@ def planned(
 
 
 def moved(plan: autopar.Plan, kind: str) -> Counter[int]:
-    """Elements of the whole that collectives of a kind gather, by how many do."""
+    """Return the number of elements that collectives of a kind gather, and the number of
+    collectives."""
     found = [step.collective for _, step in plan.steps() if step.collective.kind == kind]
     return Counter(max(c.bytes, c.output_bytes(plan.mesh.shape[0])) // 4 for c in found)
 
@@ -243,8 +243,8 @@ def test_a_mean_over_samples_is_reduced_without_a_gather_or_a_report() -> None:
 
 
 def test_a_contrastive_loss_gathers_embeddings_and_scores_rows() -> None:
-    """One side's embeddings in forward and again or still in backward, the other's for their
-    gradient: never the scores, B² of them."""
+    """The embeddings of one side are gathered in forward and again or still kept in backward, those
+    of the other side for their gradient. The B² scores are never gathered."""
     plan = planned(Contrasted, LINE, ddp())[0]
     gathered = moved(plan, "all_gather")
     assert gathered and set(gathered) == {B * WIDTH} and gathered.total() <= 3

@@ -1,4 +1,4 @@
-"""`torch.autocast("cuda")` casts what is captured, and the plain model on a CPU, as it does on a
+"""`torch.autocast("cuda")` casts a captured model, and the plain model on a CPU, as it does on a
 GPU."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = nn.functional
 
 @contextmanager
 def around(kind: str, dtype: torch.dtype = BF16) -> Iterator[None]:
-    """`torch.autocast` of a kind of device that need not be there."""
+    """Enter `torch.autocast` of a device type that need not exist."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
@@ -38,8 +38,7 @@ def around(kind: str, dtype: torch.dtype = BF16) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A product, a norm, and a softmax; `cast` says which of torch's autocasts it enters by
-    itself."""
+    """A product, a norm, and a softmax. `cast` is the autocast that the model enters."""
 
     def __init__(self, cast: str = "") -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class Net(nn.Module):
 
 
 class ByHand(Net):
-    """What a GPU's autocast makes of it, written out."""
+    """The same computation with the casts of a GPU autocast written out."""
 
     def loss(self, x: Tensor) -> Tensor:
         up = F.linear(x.to(BF16), self.up.weight.to(BF16), self.up.bias.to(BF16))
@@ -116,7 +115,7 @@ def test_programs_under_gpu_autocast_match_the_model_under_gpu_autocast(inside: 
     wanted.backward()
     torch.testing.assert_close(
         loss, wanted, rtol=5e-3, atol=0.0
-    )  # a bias is added before or after rounding
+    )  # the bias may be added before or after rounding
     for name, parameter in plain.named_parameters():
         assert (
             relative_error(module.get_parameter(name).grad.full_tensor(), parameter.grad, 0.0)
@@ -245,8 +244,8 @@ def test_autocast_lists_match_the_installed_torch() -> None:
         listed |= names
     others = {
         name for name in there - listed if "cudnn" not in name and ".names_" not in name
-    }  # older torch has dims by name
-    others -= {"linalg_matrix_sqrth"}  # of torch 2.15, in no macro
+    }  # older versions of torch have named dims
+    others -= {"linalg_matrix_sqrth"}  # new in torch 2.15, not in a macro
     assert others == {*autocast._WITH_FP32_RESULT, *autocast._REFUSED}
     every = [*_MACROS.values(), autocast._REFUSED, frozenset({"norm"})]
     assert sum(map(len, every)) == len(frozenset().union(*every))
@@ -296,7 +295,7 @@ def test_cpu_autocast_around_a_model_on_a_gpu_casts_nothing() -> None:
 
 
 class Product(torch.autograd.Function):
-    """A product as users write one that is to work under autocast."""
+    """A product written by a user with support for autocast."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -312,7 +311,7 @@ class Product(torch.autograd.Function):
 
 
 class WideProduct(Product):
-    """The same in fp32, whatever comes."""
+    """The same in fp32 for all input dtypes."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)

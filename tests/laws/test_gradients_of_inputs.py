@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.random_plans import prepare, random_plan
 
 SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
-TOLERANCE = 1e-6  # parts of some models compute in float32 themselves
+TOLERANCE = 1e-6  # parts of some models compute in float32
 PLANS: dict[str, Sequence[Constraint]] = {
     "free": (),
     "ddp": (asked.ddp(),),
@@ -62,7 +62,7 @@ def wanted(kind: str) -> set[str]:
     model, batch = built(kind)
     returned = {f"input {name!r}" for name, x in batch.items() if x.requires_grad} - {
         "input 'seen'"
-    }  # which nothing follows from
+    }  # no output depends on it
     return {*dict(model.named_parameters()), *returned}
 
 

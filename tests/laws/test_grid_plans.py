@@ -1,8 +1,8 @@
-"""Tensor parallelism on grids: what is sent, tensor by tensor, and what rests, equals the formulas
-of `autopar.constraints.parallel`.
+"""Tensor parallelism on grids: the communication of each tensor and the stored shards match the
+formulas of `autopar.constraints.parallel`.
 
-Volumes are counted in the emitted program: elements that one device sends, by rings. All layers of
-a model are counted together.
+Volumes are counted in the emitted program: elements that one device sends in ring algorithms. All
+layers of a model are counted together.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Sent = dict[tuple[str, str, str], Fraction]  # (phase, tensor, axis) → element
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a grid: b samples of s tokens, h features, k for keys, f in the MLP, v words;
-    sides q, depth d."""
+    """A model on a grid: b samples of s tokens, h features, k features of keys, f features of the
+    MLP, v words; sides q and depth d."""
 
     model: str
     grid: str
@@ -59,8 +59,8 @@ class Case:
 
     @property
     def mesh(self) -> Mesh:
-        # what is gathered alone is the innermost splitter; the last axis of the mesh can be so of
-        # fused projections as well
+        # an axis that is gathered alone must shard innermost; for fused projections, only the last
+        # axis of the mesh can
         axes = sorted(GRIDS[self.grid], key="abdjli".index)
         return Mesh({axis: self.d if axis == "d" else self.q for axis in axes})
 
@@ -68,7 +68,7 @@ class Case:
         return f"{self.model}-{self.grid}-{self.num_devices}"
 
 
-LARGE = {"h": 72, "k": 24, "f": 72, "v": 108}  # which nine devices can split
+LARGE = {"h": 72, "k": 24, "f": 72, "v": 108}  # sizes divisible by nine devices
 FAST = (
     Case("llama", "2d"),
     Case("llama", "2.5d", d=3, b=6),
@@ -107,7 +107,7 @@ def traced(
         )
         heads = f'"num_attention_heads": {h // 8}, "num_key_value_heads": {k // 8}'
         module, batch = hf.build(f"llama:{{{sizes}, {heads}}}", device="cpu", batch=b, seq=S)
-    else:  # as many positions as tokens: the whole table is read
+    else:  # as many positions as tokens: the full table is read
         positions = {"gpt2": {"n_positions": S}, "bert": {"max_position_embeddings": S}}.get(
             model, {}
         )
@@ -126,7 +126,7 @@ def planned(case: Case) -> Planned:
 
 
 def short(module: str) -> str:
-    """The last two names of a module path, without layers' numbers."""
+    """Return the last two names of a module path, without layer numbers."""
     return ".".join(re.sub(r"\.\d+(?=\.|$)", "", module).split(".")[-2:])
 
 
@@ -137,7 +137,7 @@ def short_parameter(name: str) -> str:
 
 @dataclass
 class Tensors:
-    """What the tensors of a trace are to its linears, in words."""
+    """The roles of the tensors of a trace relative to its linear layers, in words."""
 
     trace: Trace
 
@@ -151,8 +151,8 @@ class Tensors:
         }
 
     def word(self, c: Communication, key: str) -> str:
-        """A parameter or its gradient by name; X, Y or a gradient of one by its linears; else
-        what is done with it."""
+        """Return the role of a tensor: a parameter or its gradient by name; X, Y or a gradient of
+        them by its linear layers; otherwise, the op that reads it."""
         if key.endswith("/parameter"):
             return short_parameter(key.removesuffix("/parameter"))
         if key in self.gradients:
@@ -181,8 +181,8 @@ class Tensors:
 
 
 def sent(case: Case) -> Sent:
-    """What a device sends. Of parameters that are gathered over several axes on all together:
-    which comes first is the planner's."""
+    """Return the elements that a device sends. Parameters that are gathered over several axes are
+    counted for all of these axes together, since the planner chooses the order."""
     plan, tensors = planned(case).plan, Tensors(captured(case)[0])
     merged = {short_parameter(p.name) for p in tensors.trace.parameters if len(p.shape) == 1}
     merged |= (
@@ -211,13 +211,13 @@ def sent(case: Case) -> Sent:
 
 
 def ring(elements: int | Fraction, size: int, times: int = 1) -> Fraction:
-    """What a device sends of a whole of so many elements."""
+    """Return the elements that a device sends for a full tensor of `elements` elements."""
     return times * elements * Fraction(size - 1, size)
 
 
 Group = tuple[
     tuple[str, ...], int, tuple[int, ...]
-]  # linears that read one X, its features, those that each makes
+]  # linear layers that read one X, its features, the features of each result
 
 
 def layer(case: Case) -> tuple[Group, ...]:
@@ -239,7 +239,7 @@ def layer(case: Case) -> tuple[Group, ...]:
 
 
 def head(case: Case) -> tuple[str, str]:
-    """Module of the head, and name of its weight."""
+    """Return the module of the head and the name of its weight."""
     return (
         ("lm_head", "transformer.wte.weight")
         if case.model == "gpt2"
@@ -248,25 +248,25 @@ def head(case: Case) -> tuple[str, str]:
 
 
 class Table(Counter[tuple[str, str, str]]):
-    """Formulas, added up."""
+    """A sum of formulas."""
 
     def moves(self, phase: str, tensor: str, axis: str, elements: Fraction) -> None:
         self[phase, tensor, axis] += elements
 
     def thrice(self, tensor: str, axis: str, elements: Fraction) -> None:
-        """Gathered in forward and in backward, and its gradient scattered."""
+        """Add a gather in forward, a gather in backward, and a reduce-scatter of the gradient."""
         self.moves("forward", tensor, axis, elements)
         self.moves("backward", tensor, axis, elements)
         self.moves("backward", f"gradient of {tensor}", axis, elements)
 
     def twice(self, tensor: str, axis: str, elements: Fraction) -> None:
-        """Gathered in forward, and its gradient scattered."""
+        """Add a gather in forward and a reduce-scatter of the gradient."""
         self.moves("forward", tensor, axis, elements)
         self.moves("backward", f"gradient of {tensor}", axis, elements)
 
 
 def square(case: Case) -> Table:
-    """2d and 2.5d: all but norms and tables."""
+    """Return the volumes of 2d and 2.5d without norms and embeddings."""
     q, d, h = case.q, case.d if case.grid == "2.5d" else 1, case.h
     n, table = Fraction(case.n, d), Table()
     module, weight = head(case)
@@ -284,7 +284,7 @@ def square(case: Case) -> Table:
             )
             if (
                 case.model == "gpt2" and name == "attn.c_attn"
-            ):  # cannot be stored split twice: summed over the samples
+            ):  # cannot be stored in shards of two axes: summed over the samples
                 table.moves(
                     "backward",
                     f"gradient of {name}.bias",
@@ -344,13 +344,13 @@ def gpt2_square(case: Case) -> Table:
     for axis, size in (
         ("a", q),
         ("d", d),
-    ):  # positions' gradients are summed before their lookup's backward
+    ):  # gradients of positions are summed before the backward of their lookup
         table.moves("backward", "sums", axis, 2 * ring(Fraction(S * h, q), size))
     return table
 
 
 def cube(case: Case) -> Table:
-    """3d: all but norms and tables."""
+    """Return the volumes of 3d without norms and embeddings."""
     q, h, n, table = case.q, case.h, case.n, Table()
     module, weight = head(case)
     groups = [(LAYERS, group, "jl" if i % 2 == 0 else "lj") for i, group in enumerate(layer(case))]
@@ -364,7 +364,7 @@ def cube(case: Case) -> Table:
             table.twice(f"Y of {name}", rows, ring(Fraction(n * m, q * q), q, times))
             if (
                 case.model == "gpt2" and name == "attn.c_attn"
-            ):  # stored split over l and one other, no further: summed over the third
+            ):  # stored in shards of l and one other axis: summed over the third
                 table.moves("forward", f"{name}.bias", "", ring(Fraction(m, q), q, times))
                 summed = 2 * ring(Fraction(m, q * q), q, times)
                 table.moves(
@@ -445,8 +445,8 @@ def test_grid_plans_match_the_model(case: Case) -> None:
 def test_parameters_and_their_state_are_sharded_over_the_sides_of_the_grid(
     case: Case,
 ) -> None:
-    """But for those that so many parts do not divide, and a fused projection's bias, which
-    cannot be stored split so often."""
+    """Exceptions are parameters that the number of shards does not divide, and the bias of a fused
+    projection, which cannot be stored in as many shards."""
     parts = case.num_devices // (case.d if case.grid == "2.5d" else 1)
     whole, rests = 0, Fraction(0)
     for p in planned(case).program.stages[0].parameters:
@@ -476,8 +476,8 @@ def test_parameters_and_their_state_are_sharded_over_the_sides_of_the_grid(
 def test_kept_activations_are_sharded_over_all_devices(
     case: Case,
 ) -> None:
-    """But for sums per token, whole on the axis whose features they sum, and what does not
-    depend on the batch."""
+    """Exceptions are sums per token, which are replicated on the axis of the summed features, and
+    tensors that do not depend on the batch."""
     plan = planned(case).plan
     nodes = {n.meta["key"]: n for n in captured(case)[0].graph.nodes if "key" in n.meta}
     seen = 0
@@ -500,17 +500,17 @@ def test_kept_activations_are_sharded_over_all_devices(
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_the_kept_activations_of_llama_equal_their_formula(case: Case) -> None:
-    """Each tensor that backward reads, once: in a layer two norms' results, q, k, v, attention's
-    result as made and as its linear reads it, the log of its sums, two sums with the residual, four
+    """Each tensor that backward reads counts once: per layer the results of two norms, q, k, v, the
+    result of attention in two layouts, its log-sum-exp, two sums with the residual, and four
     tensors of the MLP."""
     q, d, h, heads = case.q, case.d if case.grid == "2.5d" else 1, case.h, case.h // 8
     layer = 2 * h + (h + 2 * case.k) + 2 * h + heads + 2 * h + 4 * case.f
     features = h + LAYERS * layer + h + case.v
     per_token = (
         2 * LAYERS + 1
-    ) + 2  # the norms' sums of squares; maximum and sum of the cross entropy
+    ) + 2  # sums of squares of the norms; maximum and sum of the cross entropy
     samples = q * d if case.grid != "3d" else q * q
-    positions = LAYERS * 2 * S * 8  # cosine and sine, whole
+    positions = LAYERS * 2 * S * 8  # cosine and sine, replicated
     elements = (
         Fraction(case.n * features, case.num_devices)
         + Fraction(case.n * per_token, samples)
@@ -527,9 +527,9 @@ def test_the_kept_activations_of_llama_equal_their_formula(case: Case) -> None:
 
 @pytest.mark.parametrize("case", LLAMAS, ids=str)
 def test_linears_without_shared_operands_have_the_volumes_of_the_papers(case: Case) -> None:
-    """o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same with n/d, and
-    gradients summed over the depth. 3d: Bian et al., 2021, gather Y's gradient for each of two
-    products: (3nk + 3km + 3nm)(q−1)/q³; here once: 2nm."""
+    """The layers are o_proj and down_proj. 2d: Xu and You, 2021: 3(nk + km)(q−1)/q². 2.5d: the same
+    with n/d, and gradients summed over the depth. 3d: Bian et al., 2021, gather the gradient of Y
+    for each of two products: (3nk + 3km + 3nm)(q−1)/q³; autopar gathers it once: 2nm."""
     q, d, n = (
         case.q,
         case.d if case.grid == "2.5d" else 1,

@@ -42,8 +42,7 @@ def storages(value: Any) -> set[AbstractStorage]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
-    """The nodes of programs that are rehearsed and write into an operand, each of which is
-    looked at."""
+    """Record and check the nodes of rehearsed programs that write into an operand."""
     found: list[fx.Node] = []
     called = abstract_executor._Run._call_node
 
@@ -88,8 +87,8 @@ def test_no_live_value_shares_memory_with_an_in_place_result(
 def test_in_place_writes_without_a_check_of_other_readers_are_detected(
     written: list[fx.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: emission does not ask who else has a tensor; a redistribution for another
-    reader still has it."""
+    """The mutant does not check for other readers of a tensor, such as a redistribution for another
+    reader."""
     monkeypatch.setattr("autopar.analysis.gradients._may_be_written", lambda operand, node: True)
     monkeypatch.setattr("autopar.emit.phase._may_be_overwritten", lambda *_: True)
     made = built("llama", "a=2,b=2")

@@ -26,7 +26,7 @@ from autopar.planner import Planned
 from autopar.program.peak_memory import trace_peak
 
 SQUARE = Mesh({"a": 2, "b": 2})
-TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+TOLERANCE = 1e-6  # parts of the models compute in float32
 PLANS: dict[str, Sequence[Constraint]] = {
     "free": (),
     "fsdp": (asked.fsdp(),),
@@ -116,7 +116,7 @@ def test_a_model_that_does_not_fit_in_training_fits_in_inference() -> None:
     model, batch = built("llama")
     within = 4 * sum(
         p.numel() for p in model.parameters()
-    )  # whole on one device, whose step holds four times as much
+    )  # replicated on one device, where a training step needs four times as much memory
     options = {
         "example_inputs": batch,
         "hardware": "cpu-gloo",
@@ -185,7 +185,7 @@ def test_the_loss_of_microbatches_and_stages_is_weighted_by_label_counts(
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_transformer_of_torch_is_captured_without_fused_inference_ops(grad: bool) -> None:
-    """With nothing to differentiate it would take fused ops of its own."""
+    """Without gradients, it would use fused ops."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False

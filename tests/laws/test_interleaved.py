@@ -1,5 +1,5 @@
-"""Interleaved stages: gradients match the model, the memory of ranks is the predicted one and
-within the budget, and every claim is certified."""
+"""Interleaved stages: gradients match the model, the memory of ranks matches the prediction and
+fits the budget, and all claims are certified."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def llama() -> Made:
 
 @pytest.fixture(scope="module")
 def bare() -> Made:
-    """The fewest devices and layers that there are stages for; certified."""
+    """Return a certified plan with the fewest devices and layers that interleaved stages
+    support."""
     made, model, batch = planned(
         "llama", {"stage": 2}, pipeline("stage", **INTER, chunks=2), layers=2
     )
@@ -83,7 +84,7 @@ def bare() -> Made:
 
 @pytest.fixture(scope="module")
 def gpt2() -> Made:
-    """Tied weights, dropout, uneven cuts."""
+    """Return a plan with tied weights, dropout and uneven cuts."""
     cuts = [f"transformer.h.{layer}" for layer in (1, 2, 3, 5)]
     force = pipeline("stage", **INTER, chunks=3, cuts=[*cuts, "transformer.ln_f"])
     return planned(
@@ -93,8 +94,8 @@ def gpt2() -> Made:
 
 @pytest.fixture(scope="module")
 def t5() -> Made:
-    """A decoder that reads the encoder's end over all later stages; a table that several stages
-    of one rank read."""
+    """Return a plan with a decoder that reads the result of the encoder in all later stages, and an
+    embedding that several stages of one rank read."""
     return planned("t5", {"stage": 2}, pipeline("stage", **INTER), hardware="cpu-gloo")
 
 
@@ -208,7 +209,7 @@ def test_one_changed_claim_of_interleaved_stages_is_detected(bare: Made, name: s
 
 
 class _Transfer:
-    """A transfer under way: it holds its tensor, as a process group's does."""
+    """A transfer in progress. It keeps its tensor alive, as transfers of process groups do."""
 
     def __init__(self, tensor: Tensor, peer: int, group: Any) -> None:
         self.tensor = tensor
@@ -223,7 +224,7 @@ class _Transfer:
 def test_the_memory_composed_from_chunks_equals_that_of_the_running_rank(
     name: str, outputs: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the rank's own run of its order, with tensors on the way that nobody sends."""
+    """The reference is a run of the rank's own order with transfers that nobody sends."""
     made: Planned = request.getfixturevalue(name)[0]
     program, pipe = made.program, pipe_of(made)
     for call, value in (
@@ -254,9 +255,9 @@ def test_the_memory_composed_from_chunks_equals_that_of_the_running_rank(
             with memory:
                 counted = {t.name for s in chunks.values() for t in s.inputs if t.given}
                 memory.register(x for name, x in given.items() if name not in counted)
-                batch_bytes = memory.live_bytes  # the user's
+                batch_bytes = memory.live_bytes  # memory of the user
                 memory.register((*shared.values(), *given.values()))
-                for _ in range(2):  # what a graph makes once is there the second time
+                for _ in range(2):  # constants of a graph exist from the second run on
                     memory.reset_peak()
                     changed: set[str] = set()
                     for number, work in works.items():
@@ -299,7 +300,7 @@ def test_the_stages_of_a_rank_share_its_memory() -> None:
     ample = planned("llama", {"stage": 2}, pipeline("stage", **INTER))[0]
     alone = [stage.prediction.peak_bytes for stage in pipe_of(ample).stages]
     budget = int(0.9 * max(pipe_of(ample).rank_bytes))
-    assert max(alone) < budget  # each fits, both do not
+    assert max(alone) < budget  # each stage fits alone, but not both
     squeezed, model, batch = planned(
         "llama", {"stage": 2}, pipeline("stage", **INTER), memory_bytes=budget
     )
@@ -340,14 +341,14 @@ def test_invalid_interleaved_pipelines_are_refused() -> None:
 def test_an_impossible_interleaved_schedule_is_refused_before_a_microbatch_is_captured(
     asked: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # which captures parts of a batch
+    monkeypatch.setattr("autopar.api.tracing._of_parts", None)  # it captures parts of a batch
     with pytest.raises(ConstraintError, match=what):
         planned("llama", {"stage": 3}, asked)
 
 
 def test_interleaving_reduces_the_bubble_of_long_stages(llama: Made) -> None:
-    """The same cuts, each stage on a rank of its own, wait (P − 1)·τ; interleaved on half the
-    ranks a smaller part of the step."""
+    """With the same cuts and one stage per rank, ranks wait (P − 1)·τ. Interleaved on half of the
+    ranks, they wait for a smaller part of the step."""
     pipe = pipe_of(llama[0])
     times = [stage.prediction.step_s for stage in pipe.stages]
     busy = max(sum(times[rank::2]) for rank in range(2)) * 4
@@ -359,8 +360,8 @@ def test_interleaving_reduces_the_bubble_of_long_stages(llama: Made) -> None:
     ("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
 )
 def test_the_planner_interleaves_if_that_is_faster(microbatches: int, chunks: int) -> None:
-    """With two microbatches a device waits a third of 1F1B's time; with eight, a ninth, less
-    than smaller stages cost on this machine."""
+    """With two microbatches, a device waits for a third of the time of 1F1B. With eight, it waits
+    for a ninth, which is less than the cost of smaller stages on this machine."""
     mesh, settings = {"stage": 2}, {"hidden_size": 256, "intermediate_size": 1024}
 
     def with_schedule(schedule: str) -> Made:

@@ -1,5 +1,5 @@
-"""Invariants of a whole plan, on a real model (design: priced = emitted, folded = unfolded,
-nothing remembered)."""
+"""Invariants of a full plan on a real model: priced = emitted, folded = unfolded, and no cached
+state."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_the_folded_objective_is_the_cost_of_the_unfolded_graph(
 
 
 def least_s(plan: Plan) -> float:
-    """Per phase, early communication takes a share of its time from compute, and no less than
-    its own."""
+    """Return a lower bound per phase: overlapped communication takes a share of its time from
+    compute, and a phase is not shorter than its communication."""
     alone = sum(e.time_s * len(e.instances) for e in plan.entries if e.kind != "compute")
     own, sent = Counter[str](), Counter[str]()
     for e in (e for e in plan.entries if e.kind == "compute"):
@@ -145,7 +145,7 @@ def test_the_length_of_the_timeline_is_the_sum_of_its_bars(planned: tuple[Trace,
         <= prediction.simulated_s
         < prediction.compute_s + alone_s - prediction.in_buckets_s
     )
-    for kind in by_kind:  # a stream does one thing at a time
+    for kind in by_kind:  # a stream runs one op at a time
         lane = sorted(
             (start, start + duration)
             for _, _, k, start, duration in prediction.timeline

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the three architectures, and none spills registers."""
+"""All kernels compile for the three architectures, and none spills registers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 
 def spills(report: str) -> dict[tuple[str, str], tuple[int, ...]]:
-    """By architecture and entry: bytes of stack, of spill stores and of spill loads, as ptxas
-    reports them."""
+    """Return the bytes of stack, spill stores and spill loads reported by ptxas, by architecture
+    and entry."""
     found: dict[tuple[str, str], tuple[int, ...]] = {}
     current = None
     for line in report.splitlines():

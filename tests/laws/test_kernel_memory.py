@@ -44,8 +44,7 @@ needs_kernels = pytest.mark.skipif(library.host() is None, reason="no kernels fo
 
 
 class Sharing:
-    """Runs kernels of lockstep ranks with peers of their own: of each axis, for each group along
-    it."""
+    """Runs kernels of lockstep ranks with separate peers for each group along each axis."""
 
     def __init__(self) -> None:
         self.peers: dict[tuple[int, int], VirtualRanks] = {}
@@ -101,7 +100,7 @@ class Sharing:
         return result
 
     def held_bytes(self, axis: int, number: int) -> int:
-        """By a rank of a group."""
+        """Return the bytes of a rank of a group."""
         regions = self.peers[axis, number]._regions.values()
         return sum(
             r.data[0].untyped_storage().nbytes() + r.flags[0].untyped_storage().nbytes()
@@ -124,13 +123,13 @@ def test_the_shared_memory_of_kernels_is_predicted_exactly_and_gradients_match(
     )
     apart = run_lockstep(program, *tensors, batch)
     monkeypatch.setattr(Ranks, "_run_kernel", lambda *args: sharing.run(*args))
-    for _ in range(2):  # the second time nothing more is made
+    for _ in range(2):  # the second run allocates nothing
         found = run_lockstep(program, *tensors, batch)
     for gradient, expected in zip(found.gradients.values(), apart.gradients.values(), strict=True):
         torch.testing.assert_close(gradient, expected)
     held = {number: 0 for _, number in sharing.peers if not number}
     for axis, number in sharing.peers:
-        if not number:  # every rank is in one group of each axis, and all are alike
+        if not number:  # each rank is in one group of each axis, and all groups are equal
             held[0] += sharing.held_bytes(axis, number)
         assert sharing.held_bytes(axis, number) == sharing.held_bytes(axis, 0)
     assert held[0] == plan.prediction.memory_bytes[KERNELS_BUFFERS] > 0
@@ -177,7 +176,7 @@ def test_the_live_memory_of_a_gathering_kernel_equals_that_of_a_fake_group(
         x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
     )
     results = sum(x.nbytes for x in made[0])
-    one = memory.peak_bytes - shared - (size - 1) * results  # ranks take their turns
+    one = memory.peak_bytes - shared - (size - 1) * results  # ranks run one after another
     group, operands = (
         AxisGroup("", size, 0),
         (shards[0], others[0]) if which == 0 else (others[0], shards[0]),
@@ -229,7 +228,7 @@ def test_the_live_memory_of_a_scattering_kernel_equals_that_of_a_fake_group(
     )
     results = (
         made[0].nbytes + torch.einsum(equation, *pair).nbytes
-    )  # what arrives, and the product, whole
+    )  # the received tensor and the product, in full
     group = AxisGroup("", size, 0)
     with FakeTensorMode() as mode:
         fake, added = (
@@ -264,7 +263,7 @@ def test_the_live_memory_of_a_norm_kernel_equals_that_of_a_fake_group(
     )
     results = (
         sum(x.nbytes for x in made[0]) + torch.einsum(equation, *ranks.pairs[0]).nbytes
-    )  # what is made, and the product, whole
+    )  # the result and the product, in full
     with FakeTensorMode() as mode:
         a, b, residual, weight = (mode.from_tensor(x) for x in ranks.of(0))
         norm = RmsNorm(residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32)
@@ -297,7 +296,7 @@ def test_the_peak_is_the_sum_of_program_shared_and_optimizer_memory() -> None:
 # --------------------------------------------------------------------------------------------------
 
 WITHOUT = replace(SLOW, kernels={}, hash="without")
-LEAST, SCARCE = 118_000, 126_000  # under the first no plan with kernels was found, and one without
+LEAST, SCARCE = 118_000, 126_000  # under the first budget, only a plan without kernels was found
 
 
 @cache
@@ -305,7 +304,7 @@ def under(budget: int, profile: HardwareProfile = SLOW) -> Plan:
     return make_plan(built("narrow")[2], LINE, profile, PlanOptions(memory_bytes=budget)).plan
 
 
-# in microbatches and in stages it always runs, in test_kernel_microbatches and test_kernel_stages
+# test_kernel_microbatches and test_kernel_stages always run this with microbatches and stages
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [LEAST, SCARCE])
 def test_a_plan_with_kernels_fits_its_budget_and_is_certified(budget: int) -> None:
@@ -313,7 +312,7 @@ def test_a_plan_with_kernels_fits_its_budget_and_is_certified(budget: int) -> No
     assert planned("llama").prediction.peak_bytes > budget >= plan.prediction.peak_bytes
     worse = (
         0.03 if budget == LEAST else 1e-9
-    )  # what is learnt in rounds with kernels may lead to a little more without them
+    )  # rows learned in rounds with kernels may give a slightly slower plan without them
     assert plan.prediction.step_s <= bare.prediction.step_s * (1 + worse)
     assert bool(kernels(plan)) == (budget == SCARCE)
     assert (
@@ -328,7 +327,7 @@ def test_a_plan_with_kernels_fits_its_budget_and_is_certified(budget: int) -> No
 def test_explain_names_kernels_that_had_no_memory() -> None:
     near = PlanOptions(
         memory_bytes=SCARCE, gap=0.05
-    )  # the last per cent take most of the time, and this is not about them
+    )  # the last percents of the gap take most of the time and are not tested here
     assert any(
         offers.NO_ROOM in c.why
         for c in make_plan(built("narrow")[2], LINE, SLOW, near).plan.communications
@@ -336,7 +335,7 @@ def test_explain_names_kernels_that_had_no_memory() -> None:
     assert not any(offers.NO_ROOM in c.why for c in planned("llama").communications)
 
 
-# --- and no other claim is believed
+# --- changed claims are refused
 # --------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""Collective-overlap kernels in plans of several microbatches: done for each of them, as
-predicted, and nothing else is believed."""
+"""Collective-overlap kernels in plans with several microbatches: they run for each microbatch as
+predicted, and changed claims are refused."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_plan_with_kernels_in_microbatches_fits_its_budget_and_is_certified() 
     assert found.ok, str(found)
 
 
-# --- and no other claim is believed
+# --- changed claims are refused
 # --------------------------------------------------------------------------------------------------
 
 Change = Callable[[Plan], Plan]
@@ -165,7 +165,7 @@ def predicted(**changes: float) -> Change:
 
 
 def of_the_step(plan: Plan) -> Plan:
-    """What a kernel does is said to be done once a step."""
+    """Return a plan that claims that its kernels run once per step."""
     at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None)
     parts = [replace(c, phase="step") if i == at else c for i, c in enumerate(plan.communications)]
     return replace(plan, communications=tuple(parts))

@@ -1,5 +1,5 @@
-"""Kernels in the integer program, compared with brute force over every layout, set of collectives
-and use of a kernel, on small problems."""
+"""Kernels in the integer program, compared with brute force over all layouts, sets of collectives
+and uses of kernels, on small problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.solve import evaluate, solve
 from tests.laws.test_certified_bound import changed, proven
 from tests.laws.test_solver_oracles import LINE, A, B, BruteForce, problem, runs_beside
 
-SEEDS = (0, 3)  # brute force takes seconds of each
+SEEDS = (0, 3)  # brute force takes seconds for each
 FURTHER = [pytest.param(seed, False, marks=pytest.mark.slow) for seed in (1, 2, 4)]
 MANY = range(30)
 
@@ -31,14 +31,15 @@ MANY = range(30)
 def with_kernels(
     seed: int, *, slowdown: float = 1.0, summed: bool = False, normed: bool = False
 ) -> Problem:
-    """As `problem`, where b and c can do a gather of what they read, and a the scattering of what
-    it makes, forward or again; each saves most of what the shorter of both takes, the product or
-    the collective.
+    """Return a `problem` in which b and c can perform a gather of their operands, and a the
+    reduce-scatter of its result, in forward or in recomputation. Each kernel saves most of the time
+    of the shorter one of product and collective.
 
     Args:
-        summed: what a makes is a sum, of nothing but partial sums, as if the product were b's, as b
-            is slowest.
-        normed: b, as it is slowest, may be done with what a scatters, which saves more.
+        summed: the result of a is a sum of partial sums only, as if the product were that of b, the
+            slowest op.
+        normed: b, the slowest op, may be part of the kernel that scatters the result of a, which
+            saves more.
     """
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
     if summed:
@@ -125,7 +126,7 @@ def with_kernels(
 
 @dataclass
 class Brute:
-    """The least step over everything."""
+    """The shortest step over all choices."""
 
     p: Problem
     _moves: dict[
@@ -165,8 +166,8 @@ class Brute:
     def _variant(
         self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
     ) -> list[tuple[float, frozenset[object]]]:
-        """(seconds of all instances, products that do a collective and which kind) of every way
-        to move a variant in both phases."""
+        """Return (seconds of all instances, products with a kernel and its kind) of all ways to
+        communicate a variant in both phases."""
         variant = self.p.variants[v]
         touching = (variant.value, *(use.op for use in variant.uses))
         key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
@@ -185,7 +186,7 @@ class Brute:
     def ways_by_kept(
         self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
     ) -> Iterator[tuple[tuple[int, ...], float, frozenset[object]]]:
-        """With the layouts that are kept for backward."""
+        """Return the ways, with the layouts that are kept for backward."""
         p, variant = self.p, self.p.variants[v]
         value = p.values[variant.value]
         graph = value.graph
@@ -215,7 +216,7 @@ class Brute:
         for time_s, doing, first in _trees(
             graph, {made}, now, self._kernels(v, False, strategies, recomputed)
         ):
-            alone = frozenset(first)  # layouts that are nowhere in one piece
+            alone = frozenset(first)  # layouts that do not exist as a separate tensor
             if not later:
                 yield (), variant.count * time_s, doing
                 continue
@@ -251,9 +252,9 @@ def _front(
 def _trees(
     graph: LayoutGraph, sources: set[int], wanted: set[int], kernels: Sequence[OverlapKernel]
 ) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
-    """Every set of collectives that makes what is wanted, with every use of kernels: (seconds,
-    products that do one and of which kind, layouts that are scattered at once, or that a kernel
-    does more with)."""
+    """Return all sets of collectives that give the wanted layouts, with all uses of kernels:
+    (seconds, products with a kernel and its kind, layouts that are scattered at once or that a
+    kernel computes further)."""
     arcs = list(enumerate(graph.arcs))
     for num in range(len(wanted - sources) + 2):
         for some in itertools.combinations(arcs, num):
@@ -314,7 +315,8 @@ def test_the_program_with_kernels_finds_the_brute_force_optimum(seed: int, summe
 
 
 def normed(seed: int, *, read_later: bool = False) -> Problem:
-    """As `with_kernels`, where backward does not read what a makes, unless asked to."""
+    """Return a problem like `with_kernels`. Backward does not read the result of a unless
+    `read_later` is set."""
     p = with_kernels(seed, normed=True)
     if read_later:
         return p
@@ -336,8 +338,8 @@ def normed(seed: int, *, read_later: bool = False) -> Problem:
 def test_the_program_finds_the_optimum_if_a_kernel_runs_the_op_of_a_reader(
     seed: int, read_later: bool
 ) -> None:
-    """What the kernel takes is nowhere by itself, so that backward finds nothing that is kept of
-    it."""
+    """The operand of the kernel does not exist as a separate tensor, so that it cannot be kept for
+    backward."""
     p = normed(seed, read_later=read_later)
     found, best = solve(p, gap=0.0), Brute(p).best_s()
     assert found.bound_s <= best * (1 + 1e-9)
@@ -373,7 +375,7 @@ def test_a_kernel_saves_the_op_of_a_reader_only_if_the_reader_uses_it() -> None:
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_kernels_change_the_optimal_layouts(summed: bool) -> None:
-    """Without them most of these problems cost more, and some are answered in other layouts."""
+    """Without kernels, most of these problems cost more, and some have other optimal layouts."""
     cheaper, otherwise = 0, 0
     for seed in MANY:
         p = with_kernels(seed, summed=summed)
@@ -439,8 +441,8 @@ def known(seed: int, *, summed: bool = False, normed: bool = False) -> Multiplie
 
 
 def test_the_multipliers_prove_nearly_the_relaxation_with_kernels() -> None:
-    """Most of them all of it; what single flows pay decides there, and the certificate knows
-    only what they pay together."""
+    """For most problems, they prove all of it. The difference is due to costs of single flows, of
+    which the certificate knows only the sum."""
     shares = []
     for seed in SEEDS:
         p, m = with_kernels(seed), known(seed)
@@ -451,8 +453,8 @@ def test_the_multipliers_prove_nearly_the_relaxation_with_kernels() -> None:
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])
 def test_with_overlap_the_bound_is_at_most_the_plan(slowdown: float) -> None:
-    """Where communication outlasts compute the search may end before the gap is closed, with
-    kernels and without."""
+    """If communication takes longer than compute, the search may end before the gap is closed, with
+    and without kernels."""
     dearer = 0
     for seed in MANY:
         p = with_kernels(seed, slowdown=slowdown)

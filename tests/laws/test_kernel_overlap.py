@@ -1,5 +1,5 @@
-"""The overlapped products equal their references for every world, split and number of chunks,
-with ranks in turn and at once."""
+"""Overlapped products equal their references for all worlds, shardings and numbers of chunks, with
+sequential and concurrent ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduc
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
 
 PROVIDERS = ("virtual", "threads")
-# equation, whole shapes of both operands, which is sharded along which dim
+# equation, full shapes of both operands, sharded operand and dim
 GATHERED = (
     ("mk,kn->mn", (11, 3), (3, 4), 0, 0),
     ("mk,kn->mn", (16, 3), (3, 4), 0, 0),
@@ -103,7 +103,8 @@ def test_matmul_reduce_scatter_is_bitwise_equal_to_its_reference(provider: str, 
 def biases_of(
     equation: str, left: Sequence[int], right: Sequence[int], size: int
 ) -> list[Tensor | None]:
-    """A bias of each rank's own, of the result's last dim; every third rank has none."""
+    """Return a separate bias for the last dim of the result of each rank. Every third rank has
+    none."""
     letter = equation[-1]
     sizes = dict(zip(equation.partition("->")[0].replace(",", ""), (*left, *right), strict=True))
     return [
@@ -144,8 +145,8 @@ def test_random_products_match_fp64_up_to_rounding(size: int, dtype: torch.dtype
 
 
 def assert_rounded(found: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Each product is off by at most k roundings of fp32 in its terms and one of the dtype; so
-    is the sum."""
+    """Assert that each product has at most k fp32 rounding errors of its terms and one of the
+    dtype, and so has the sum."""
     exact = sum(a.double() @ b.double() for a, b in pairs)
     sizes = sum(a.double().abs() @ b.double().abs() for a, b in pairs)
     slack = pairs[0][0].shape[1] * torch.finfo(torch.float32).eps * sizes
@@ -185,8 +186,8 @@ def test_many_epochs_reuse_the_memory_without_a_reset_with_late_ranks(size: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", WORLDS)
 def test_sums_are_always_added_in_the_order_of_the_ranks(size: int, dtype: torch.dtype) -> None:
-    """Each rank's factor is the unit matrix: a product is its left operand exactly, so only the
-    order of the sum can differ."""
+    """The factor of each rank is the identity, so that products are exact and only the order of the
+    sum can differ."""
     generator = torch.Generator().manual_seed(3)
     values = [
         (torch.randn(37, 9, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype)
@@ -194,7 +195,7 @@ def test_sums_are_always_added_in_the_order_of_the_ranks(size: int, dtype: torch
     ]
     values[2:3] = [-values[0]] * len(
         values[2:3]
-    )  # rank 1 gets lost between the two, unless they meet first
+    )  # rank 1 is rounded away between the two, unless they are added first
     pairs = [(value, torch.eye(9, dtype=dtype)) for value in values]
     expected = torch.cat(matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     for provider in PROVIDERS:
@@ -207,4 +208,4 @@ def test_sums_are_always_added_in_the_order_of_the_ranks(size: int, dtype: torch
         other = torch.cat(
             matmul_reduce_scatter_reference("mk,kn->mn", [pairs[0], *pairs[2:], pairs[1]], 0)
         )
-        assert not torch.equal(other, expected)  # so the data tells orders apart
+        assert not torch.equal(other, expected)  # the data distinguishes the orders

@@ -48,14 +48,14 @@ PLANS: dict[str, tuple[str, Mesh, PlanOptions]] = {
         "narrow",
         SQUARE,
         PlanOptions(gap=0.1, constraints=(fsdp("data"),)),
-    ),  # all free it takes a minute
+    ),  # without constraints, it takes a minute
     "norms": ("narrow", LINE, PlanOptions()),
     "norms, data and tensor": ("narrow", SQUARE, PlanOptions(gap=0.1, constraints=(fsdp("data"),))),
 }
 NORMED = tuple(name for name in PLANS if name.startswith("norms"))
 QUICK = tuple(
     name for name in PLANS if name != "wide"
-)  # that takes longer than all others together
+)  # takes longer than all other cases together
 
 
 def profile_of(name: str) -> HardwareProfile:
@@ -70,7 +70,7 @@ def built(kind: str) -> Built:
 
 
 def narrow() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A Llama all of whose products are as large as what they communicate."""
+    """Return a Llama whose products are all as large as their communicated tensors."""
     sizes = {
         "num_hidden_layers": 2,
         "hidden_size": 32,
@@ -120,8 +120,8 @@ def test_both_kernels_occur_in_both_phases_and_in_recompute() -> None:
 
 
 def test_the_last_product_of_a_summed_gradient_scatters_the_sum() -> None:
-    """Of the gradient of what the gate and the other half of an MLP read, say; its node is the
-    only one of both."""
+    """An example is the gradient of the input of the gate and the up projection of an MLP. Only the
+    node of the last product has the sum."""
     plan, (model, batch, trace) = planned("llama"), built("narrow")
     summed = [c for c in kernels(plan) if scatters(c) and "/add.Tensor/backward/" in c.node]
     assert len(summed) == 2 and all("/dot/backward/" in c.kernel.node for c in summed if c.kernel)
@@ -156,8 +156,8 @@ def test_the_last_product_of_a_summed_gradient_scatters_the_sum() -> None:
 def test_norms_run_in_scattering_kernels_if_the_profile_has_figures_for_them(
     name: str,
 ) -> None:
-    """After attention and after the MLP of each layer, of the last layer the model's own norm;
-    in one node, which makes all three."""
+    """These are the norms after attention and after the MLP of each layer, and the last norm of the
+    model. One node computes all three results."""
     plan, trace = planned(name), built("narrow")[2]
     normed = {
         c.node: c
@@ -241,7 +241,7 @@ def test_kernels_are_not_used_on_a_fast_link_and_change_layouts_on_a_slow_one() 
 
 
 def test_between_nodes_no_kernel_is_available_and_plans_give_the_reason() -> None:
-    """Links are as fast there, but no rank reads another node's memory."""
+    """The links have the same speed, but no rank can access the memory of another node."""
     apart = Mesh({"gpu": 4}, links={"gpu": "inter"})
     plan = make_plan(built("narrow")[2], apart, NORMS, PlanOptions()).plan
     assert not kernels(plan)
@@ -279,7 +279,8 @@ def test_the_savings_of_a_kernel_scale_with_its_efficiency() -> None:
 
 
 def what_if_saved(profile: HardwareProfile) -> float:
-    """What the kernels of one plan save there, by its step with and without them."""
+    """Return the time that the kernels of a plan save on a profile, by its step with and without
+    them."""
     none = replace(profile, kernels={}, hash=f"{profile.hash} without")
     model, batch, _ = built("narrow")
     with_s, without_s = (
@@ -334,7 +335,7 @@ def test_explain_names_the_norm_of_a_kernel_or_the_reason_for_none() -> None:
 
 
 class Twice(nn.Module):
-    """A sum that is normed without a weight, then with one, and may be returned."""
+    """A sum that is normalized without a weight, then with one, and that may be an output."""
 
     def __init__(self, *, returned: bool = False) -> None:
         super().__init__()
@@ -407,14 +408,14 @@ def sums(c: Communication) -> bool:
 
 
 def without(plan: Plan) -> Plan:
-    """The first kernel forgotten, its saving still claimed."""
+    """Remove the first kernel without removing its savings."""
     at = next(i for i, c in enumerate(plan.communications) if c.kernel is not None)
     parts = [replace(c, kernel=None) if i == at else c for i, c in enumerate(plan.communications)]
     return replace(plan, communications=tuple(parts))
 
 
 def another(plan: Plan) -> Plan:
-    """A collective that is no product's gets one."""
+    """Give a kernel to a collective of no product."""
     stranger = next(
         i
         for i, c in enumerate(plan.communications)
@@ -476,7 +477,7 @@ def norms(c: Communication) -> bool:
 
 
 def lying(pattern: str, layout: str) -> Change:
-    """A node that reads and makes whole rows lies otherwise."""
+    """Change the layout of a node that reads and returns full rows."""
 
     def change(plan: Plan) -> Plan:
         at = next(i for i, e in enumerate(plan.entries) if e.nodes and e.nodes[0].node == pattern)
@@ -532,8 +533,8 @@ def test_a_plan_with_norm_kernels_needs_a_profile_with_figures_for_them(
 def test_a_kernel_without_its_collective_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks multiply what one of them has instead of what all have: seen, or the check above
-    could not fail."""
+    """Ranks multiply the shard of one rank instead of all shards. This shows that the check above
+    can fail."""
     plan, (model, batch, _), step = planned("llama"), built("narrow"), interpreter.step
 
     def stale(

@@ -1,8 +1,7 @@
-"""The protocols of products and routes under ThreadSanitizer: clean as they are, and each planted
-fault is found.
+"""The protocols of products and routes under ThreadSanitizer: they have no races, and each planted
+fault is detected.
 
-A fault is planted in a copy of the kernels' source; so what is tested is the source itself, without
-switches in it.
+Faults are planted in a copy of the sources, so that the sources need no switches for tests.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def swapped(lines: str) -> str:
 
 
 def told_before(what: str) -> tuple[str, str, str]:
-    """In expert_rows.cu, the signals before what they announce."""
+    """Move the signals in expert_rows.cu before the writes that they announce."""
     return (
         KERNELS[3],
         WRITTEN[what] + TOLD_ALL,
@@ -105,7 +104,7 @@ def untold(what: str) -> tuple[str, str, str]:
     return KERNELS[3], WRITTEN[what] + TOLD_ALL, WRITTEN[what] + "  return AP_OK;\n"
 
 
-# name: file, what is there, what is planted
+# name: file, original text, planted text
 EARLY = {
     "a chunk is signalled before it is copied": (KERNELS[0], PULLED, swapped(PULLED)),
     "a shard is signalled before it is copied": (KERNELS[0], PUBLISHED, swapped(PUBLISHED)),
@@ -162,7 +161,7 @@ OFTEN = {
 
 
 def cases(faults: Mapping[str, tuple[str, str, str]]) -> list[object]:
-    """The others are compiled and run in the long tests."""
+    """Return the cases. Most of them run only in the slow tests."""
     return [
         pytest.param(*fault, id=name, marks=() if name in OFTEN else pytest.mark.slow)
         for name, fault in faults.items()
@@ -171,7 +170,7 @@ def cases(faults: Mapping[str, tuple[str, str, str]]) -> list[object]:
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the headers; what is compiled in it is not kept."""
+    """Copy the headers. The compiled code is not cached."""
     if not build.has_compiler("host"):
         pytest.skip(
             "no C++ compiler: the kernels' protocols cannot be compiled for ThreadSanitizer"
@@ -183,7 +182,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put_kernels(folder: Path, driver: str) -> None:
-    """The sources that the driver runs."""
+    """Copy the sources that a driver runs."""
     for name in DRIVERS[driver]:
         shutil.copy(build.SOURCES / name, folder / name)
 
@@ -191,7 +190,7 @@ def put_kernels(folder: Path, driver: str) -> None:
 def watched(
     folder: Path, driver: str, *arguments: object, variant: str = "thread"
 ) -> subprocess.CompletedProcess[str]:
-    """The driver's run with ThreadSanitizer, with the kernels in `folder`."""
+    """Run a driver with ThreadSanitizer, with the kernels in `folder`."""
     program = build.build_program(Path(__file__).with_name(driver), variant, folder)
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE_FOUND}:halt_on_error=1"}
     command = [str(program.path), *map(str, arguments)]
@@ -200,7 +199,7 @@ def watched(
     )
     if "FATAL: ThreadSanitizer" in done.stderr and shutil.which(
         "setarch"
-    ):  # its shadow memory needs addresses that are not random
+    ):  # its shadow memory needs address randomization to be off
         command = ["setarch", os.uname().machine, "-R", *command]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -213,7 +212,7 @@ def watched(
 
 
 def plant(folder: Path, name: str, there: str, planted: str) -> str:
-    """Plant the fault among the sources of a driver that meets it; the driver."""
+    """Plant a fault in the sources of a driver that detects it, and return the driver."""
     others = {
         KERNELS[2]: "route_driver.cpp",
         ROUTES: "route_driver.cpp",
@@ -259,8 +258,8 @@ def test_a_missing_signal_ends_in_a_timeout(
 
 @pytest.mark.slow
 def test_received_rows_must_not_be_read_after_the_next_step_is_announced(planted: Path) -> None:
-    """The views of routed experts (`autopar.kernels.routed.send`) hold until then: a rank that
-    reads later races with its peers."""
+    """The views of routed experts (`autopar.kernels.routed.send`) are valid until then. A rank that
+    reads them later has a race with its peers."""
     put_kernels(planted, "rows_driver.cpp")
     done = watched(planted, "rows_driver.cpp", 50, "late")
     assert done.returncode == RACE_FOUND, done.stderr

@@ -1,5 +1,5 @@
-"""Shared memory regions of kernels in the integer program, compared with brute force for every
-budget, on small problems."""
+"""Shared memory regions of kernels in the integer program, compared with brute force for all
+budgets, on small problems."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tests.laws.test_certified_bound import changed, row
 from tests.laws.test_kernel_oracles import Brute, with_kernels
 from tests.laws.test_solver_oracles import AMPLE, Point, kept_of, peak_of
 
-SLOW = pytest.mark.slow  # brute force takes many seconds of each
+SLOW = pytest.mark.slow  # brute force takes many seconds for each
 MANY = range(20)
 SIZES = (16, 40)
 Way = tuple[
     int, float, frozenset[object], frozenset[int]
-]  # bytes kept of an instance, seconds of all, products, regions
+]  # kept bytes of an instance, seconds of all instances, products, regions
 
 
 def sharing(seed: int, budget: int = AMPLE, in_flight: int = 0) -> Problem:
-    """As `with_kernels`, where each use of a kernel is through one of two regions; of several
-    microbatches so many are in flight."""
+    """Return a problem like `with_kernels` in which each use of a kernel needs one of two regions,
+    with a number of microbatches in flight."""
     p, rng = with_kernels(seed), random.Random(seed)
 
     def through(hidden: OverlapOption) -> OverlapOption:
@@ -59,8 +59,8 @@ def sharing(seed: int, budget: int = AMPLE, in_flight: int = 0) -> Problem:
 def rests(
     p: Problem, strategies: Sequence[int], recomputed: Mapping[int, int], kept: list[int]
 ) -> int:
-    """The most that rests, without regions; where gradients are added to sums, these do all the
-    time, and what is kept of every microbatch in flight when backward begins."""
+    """Return the largest stored bytes without regions. Accumulated gradients count all the time,
+    and kept tensors of all microbatches in flight count at the start of backward."""
     if not p.accumulates:
         return peak_of(p, tuple(strategies), dict(recomputed), kept)
     chosen = [(op.count, op.strategies[s]) for op, s in zip(p.ops, strategies, strict=True)]
@@ -71,7 +71,7 @@ def rests(
 
 
 class WithMemory(Brute):
-    """The least step for every peak."""
+    """The shortest step for each peak."""
 
     def front(self) -> tuple[Point, ...]:
         ops, best = self.p.ops, dict[int, float]()
@@ -136,7 +136,7 @@ class WithMemory(Brute):
     def _kept_ways(
         self, v: int, strategies: Sequence[int], recomputed: Mapping[int, int]
     ) -> Iterator[tuple[int, tuple[float, frozenset[object]]]]:
-        """Every way to move a variant, by the versions that are kept."""
+        """Return all ways to communicate a variant, by the kept versions."""
         value = self.p.values[self.p.variants[v].value]
         made = value.graph.index[
             self.p.ops[value.op].strategies[strategies[value.op]].layouts.outputs[0]
@@ -157,7 +157,7 @@ def only(p: Problem, regions: frozenset[int]) -> Problem:
 
 
 def _less(a: Way, b: Way) -> bool:
-    """Whether one is no worse in anything."""
+    """Return whether a choice is not worse in any respect."""
     return a != b and a[0] <= b[0] and a[1] <= b[1] and a[2] <= b[2] and a[3] <= b[3]
 
 
@@ -167,7 +167,7 @@ def front(seed: int, in_flight: int = 0) -> tuple[Point, ...]:
 
 
 def peak(p: Problem, found: Solution) -> int:
-    """Of a plan, counted as brute force counts it."""
+    """Return the peak of a plan, counted as in brute force."""
     return rests(p, found.strategies, found.recomputed, kept_of(p, found)) + sum(
         p.regions[b] for b in evaluate_choices(p, found).regions
     )
@@ -190,8 +190,8 @@ def test_the_plan_with_regions_fits_every_budget_and_is_optimal(seed: int, in_fl
 
 
 def by_sets(p: Problem) -> float:
-    """The best over all sets of regions that may be there, each with that much less memory for
-    the rest."""
+    """Return the optimum over all sets of allowed regions, whose bytes are subtracted from the
+    budget."""
     best = math.inf
     for num in range(len(SIZES) + 1):
         for some in itertools.combinations(range(len(SIZES)), num):
@@ -239,8 +239,8 @@ def test_cbc_finds_the_same_optimum_with_regions() -> None:
 
 
 def test_regions_change_the_optimal_plan() -> None:
-    """Under the budget of the best plan without them, most of these problems have to do without
-    some kernel."""
+    """Under the budget of the best plan without regions, most of these problems cannot use some
+    kernel."""
     dearer = 0
     for seed in MANY:
         free = replace(sharing(seed), regions=(0,) * len(SIZES))

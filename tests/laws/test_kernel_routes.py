@@ -1,5 +1,5 @@
-"""Dispatch and combine equal their references for every world, with ranks in turn and at once,
-and are each other's gradient."""
+"""Dispatch and combine equal their references for all worlds, with sequential and concurrent ranks,
+and each is the gradient of the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from native import WORLDS, needs_host
-from route_cases import WIDTH, drawn
+from route_cases import WIDTH, random_tokens
 from torch import Tensor
 
 from autopar.errors import KernelError
@@ -32,7 +32,7 @@ def test_dispatch_and_combine_equal_their_references(
 ) -> None:
     peers = VirtualRanks(size) if provider == "virtual" else HostThreads(size)
     for choices, per_rank in ((1, 1), (2, 3), (3, 2)):
-        xs, experts, weights, most = drawn(size, choices, per_rank)
+        xs, experts, weights, most = random_tokens(size, choices, per_rank)
         xs = [x.to(dtype) for x in xs]
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
         found = dispatch_all(peers, xs, experts, size * per_rank, most)
@@ -58,7 +58,7 @@ def test_dispatch_and_combine_equal_their_references(
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_dispatch_and_combine_are_each_others_gradient(size: int) -> None:
-    xs, experts, weights, most = drawn(size, 2, 2)
+    xs, experts, weights, most = random_tokens(size, 2, 2)
     leaves = (
         [x.round(decimals=1).requires_grad_() for x in xs],
         [w.requires_grad_() for w in weights],
@@ -85,9 +85,10 @@ def test_dispatch_and_combine_are_each_others_gradient(size: int) -> None:
 
 
 def test_ranks_at_different_speeds_get_the_rows_of_each_epoch() -> None:
-    """Only the signals hold ranks back; some are late. The memory is the same in all epochs."""
+    """Only signals synchronize the ranks, some of which are late. All epochs use the same
+    memory."""
     size, most = 3, 14
-    cases = [drawn(size, 2, 2, seed) for seed in range(5)]
+    cases = [random_tokens(size, 2, 2, seed) for seed in range(5)]
     expected = [
         routed.moe_dispatch_reference(xs, experts, 2 * size, most) for xs, experts, _, _ in cases
     ]
@@ -123,7 +124,7 @@ def test_ranks_at_different_speeds_get_the_rows_of_each_epoch() -> None:
 @pytest.mark.parametrize("choices", [1, 2])
 def test_dispatch_and_combine_pass_opcheck(choices: int) -> None:
     x, experts, weights, most = (
-        part[0] if isinstance(part, list) else part for part in drawn(1, choices, 4)
+        part[0] if isinstance(part, list) else part for part in random_tokens(1, choices, 4)
     )
     torch.library.opcheck(DISPATCH, (x.requires_grad_(), experts, 4, most + 2, 1, "", 0))
     rows, table, position = DISPATCH(x.detach(), experts, 4, most + 2, 1, "", 0)

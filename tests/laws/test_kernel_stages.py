@@ -34,7 +34,7 @@ MESH, NUM = autopar.Mesh({"stage": 2, "gpu": 2}), 2
 WITHOUT = replace(SLOW, kernels={}, hash="without")
 
 
-NEAR = 0.05  # under a budget the last per cent take most of the time, and no test is about them
+NEAR = 0.05  # under a budget, the last percents of the gap take most of the time and are not tested
 
 
 @cache
@@ -115,7 +115,7 @@ def test_the_shared_memory_of_kernels_in_stages_is_predicted_exactly(
     program, (model, batch) = made().program, built()
     tensors = dict(model.named_parameters()), dict(model.named_buffers())
     apart = run_lockstep(program, *tensors, batch)
-    sharing: list[tuple[Ranks, Sharing]] = []  # by stage, in the order in which they first run
+    sharing: list[tuple[Ranks, Sharing]] = []  # by stage, in the order of their first run
 
     def run(ranks: Ranks, phase: str, node: fx.Node, env: Any) -> list[Any]:
         if not any(known is ranks for known, _ in sharing):
@@ -134,7 +134,7 @@ def test_the_shared_memory_of_kernels_in_stages_is_predicted_exactly(
 
 @cache
 def deep() -> tuple[nn.Module, dict[str, Any]]:
-    """A Llama of four layers, and eight samples of 16 tokens."""
+    """Return a Llama with four layers, and eight samples of 16 tokens."""
     torch.manual_seed(0)
     sizes = {
         "num_hidden_layers": 4,
@@ -152,7 +152,7 @@ def deep() -> tuple[nn.Module, dict[str, Any]]:
 
 @cache
 def interleaving(hardware: Any = SLOW, budget: int | None = None) -> Planned:
-    """Two stages on each rank."""
+    """Return a plan with two stages per rank."""
     model, batch = deep()
     wish = pipeline("stage", microbatches=4, schedule="interleaved_1f1b")
     near = {} if budget is None else {"gap": NEAR}
@@ -180,13 +180,13 @@ def test_several_stages_of_a_rank_share_the_memory_of_their_kernels() -> None:
     assert what_if(plan, *deep(), hardware=SLOW).step_s == pytest.approx(plan.prediction.step_s)
 
 
-@pytest.mark.slow  # as what their routes share is, in test_routes, which always runs
+@pytest.mark.slow  # test_routes always tests the shared memory of their routes
 @needs_kernels
 def test_the_shared_memory_of_the_stages_of_a_rank_is_allocated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch), plan = interleaving().program, deep(), interleaving().plan
-    number: dict[int, int] = {}  # of a stage, by what runs it, in the order in which they first run
+    number: dict[int, int] = {}  # number of a stage, by its runner, in the order of their first run
     sharing = [Sharing(), Sharing()]  # by rank
 
     def run(ranks: Ranks, phase: str, node: fx.Node, env: Any) -> list[Any]:
@@ -200,7 +200,7 @@ def test_the_shared_memory_of_the_stages_of_a_rank_is_allocated_once(
     assert plan.prediction.memory_bytes[KERNELS_BUFFERS] == held[fullest] < sum(stages[fullest::2])
 
 
-@pytest.mark.slow  # of one stage a rank it always runs
+@pytest.mark.slow  # always runs with one stage per rank
 def test_the_stages_of_a_rank_with_kernels_fit_the_budget_and_are_certified() -> None:
     free = interleaving().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2
@@ -214,7 +214,7 @@ def test_the_stages_of_a_rank_with_kernels_fit_the_budget_and_are_certified() ->
     assert found.ok, str(found)
 
 
-@pytest.mark.slow  # test_interleaved changes what a rank claims to hold, and always runs
+@pytest.mark.slow  # test_interleaved always tests changed claims of the memory of a rank
 def test_a_too_small_claim_of_shared_memory_of_a_rank_is_detected() -> None:
     plan = interleaving().plan
     less = {
@@ -239,7 +239,7 @@ def test_each_stage_with_kernels_fits_the_budget_and_is_certified() -> None:
     assert found.ok, str(found)
 
 
-# --- and no other claim is believed
+# --- changed claims are refused
 # --------------------------------------------------------------------------------------------------
 
 
@@ -284,8 +284,8 @@ def test_one_changed_claim_of_kernels_in_stages_is_detected(change: Change) -> N
 def test_a_stage_with_kernels_that_the_whole_lacks_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What crosses, taken for what rests: another factor that is there always, and in backward
-    what a kernel gathers."""
+    """The planted fault treats crossing tensors as stored ones: another factor always exists, and
+    so does the gathered operand of a kernel in backward."""
     all_of = offers._Offers.all
 
     def generous(self: Any) -> Any:
@@ -305,7 +305,7 @@ def test_a_stage_with_kernels_that_the_whole_lacks_is_detected(
 
 
 def offers_of(number: int) -> Any:
-    """The kernels on offer in a stage of the plan, which may cross in any layout."""
+    """Return the available kernels of a stage of the plan, whose inputs may have any layout."""
     model, batch = built()
     part, _ = trace_part(model, capture(model, (), batch), (), batch, NUM)
     pipe, left = made().plan.pipeline, MESH.without("stage")

@@ -1,5 +1,5 @@
-"""Kernels of several equal or summed products: which product a plan names, and what a single
-product must not do."""
+"""Kernels of several equal or summed products: the product that a plan names, and claims that a
+single product must not make."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def linear(ins: int, outs: int) -> nn.Linear:
 
 
 class Heads(nn.Module):
-    """Products of one name, side by side; what they make is added up."""
+    """Parallel products with the same name, whose results are added."""
 
     def __init__(
         self, widths: Sequence[int], join: Callable[[list[Tensor], Tensor], Tensor]
@@ -58,8 +58,7 @@ def in_pairs(parts: list[Tensor], _: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Layers of which the last may be wider; in each, two products of what comes in are added
-    up."""
+    """Layers, the last of which may be wider. Each layer adds two products of its input."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -100,7 +99,8 @@ def made(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_names_the_product_of_a_kernel(case: str, dtype: torch.dtype) -> None:
-    """What it saves is what its own product does: certified, priced again the same, and right."""
+    """The savings are those of the named product: the plan is certified, priced the same again, and
+    correct."""
     plan, model, batch = made(case, dtype)
     assert kernels(plan) or dtype == torch.float64, (
         "what is twice as wide is sometimes better not moved at all"
@@ -119,8 +119,8 @@ def test_some_of_these_plans_scatter_sums() -> None:
 
 @pytest.mark.slow
 def test_only_sums_in_backward_are_scattered_by_their_products() -> None:
-    """Forward's may run again, from a product that would have to be kept: a plan that does so on
-    three devices is emitted."""
+    """Sums in forward may be recomputed from a product that would have to be kept. A plan that does
+    so on three devices is emitted."""
     torch.manual_seed(0)
     model, batch = Blocks((48,)).bfloat16(), {"x": torch.randn(3, 8, 32, dtype=torch.bfloat16)}
     slow = overlapping(link_bytes_per_s=1e7, slowdown=0.0)
@@ -141,8 +141,8 @@ def test_only_sums_in_backward_are_scattered_by_their_products() -> None:
 def test_the_bound_over_cuts_includes_the_kernels_of_every_stage(
     widths: tuple[int, ...], schedule: str
 ) -> None:
-    """Where layers are unlike, the whole model's sums are of products of several kinds, and a
-    stage's of one."""
+    """If layers differ, the sums of the full model contain products of several kinds, and the sums
+    of a stage contain one kind."""
     torch.manual_seed(0)
     model, batch = Blocks(widths).bfloat16(), {"x": torch.randn(BATCH, dtype=torch.bfloat16)}
     wish = pipeline("stage", microbatches=2, schedule=schedule)

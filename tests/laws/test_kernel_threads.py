@@ -1,5 +1,4 @@
-"""The threaded host path has no data races: ThreadSanitizer watches it, and finds those that are
-planted."""
+"""The threaded host path has no data races under ThreadSanitizer, which detects planted races."""
 
 from __future__ import annotations
 

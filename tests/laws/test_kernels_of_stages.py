@@ -27,16 +27,16 @@ CONSTRAINTS: dict[str, list[Constraint]] = {
     "all free": [],
     "one norm whole": [
         layout("model.layers.3.post_attention_layernorm", input="R")
-    ],  # no norm of all layers' products is alike
+    ],  # the norms after the products of all layers differ
 }
 Place = tuple[
     str, bool, str, str, str, bool
-]  # product, whether run again, tensor, collective, where it lies, whether it norms
+]  # product, whether recomputed, tensor, collective, layout, whether it normalizes
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """A Llama all of whose products are as large as what they communicate."""
+    """Return the trace of a Llama whose products are all as large as their communicated tensors."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     sizes = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 64, **heads}
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def trace() -> Trace:
 
 
 def places(trace: Trace, priced: Priced, kernels: Kernels) -> Iterator[tuple[Place, float]]:
-    """What each kernel saves, by node and tensor of the trace."""
+    """Return the savings of each kernel by node and tensor of the trace."""
     keys = {n.name: n.meta.get("key", n.name) for n in trace.graph.nodes}
     for (v, _), offered in kernels.items():
         graph = priced.problem.values[priced.problem.variants[v].value].graph
@@ -100,7 +100,7 @@ def test_the_bound_over_cuts_includes_every_kernel_of_a_stage(trace: Trace, name
 
 
 def kernels_of(stage: Trace, forced: Forced) -> list[tuple[Place, float]]:
-    """Those that a stage may have."""
+    """Return the kernels that a stage may have."""
     priced = price(
         stage,
         classes_of(stage, MESH.shape, forced),

@@ -1,5 +1,5 @@
-"""Values of buffers, attributes and arguments that decide branches, and kinds of tensors that
-are refused."""
+"""Values of buffers, attributes and arguments that decide branches, and kinds of tensors that are
+refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EDGES = torch.tensor([[0, 1, 2, 2, 3], [1, 1, 0, 2, 0]])  # two of them lead fro
 
 
 class Encoder(nn.Module):
-    """An encoder whose causal mask is a buffer, an attribute, or made in forward."""
+    """An encoder whose causal mask is a buffer, an attribute, or created in forward."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Encoder(nn.Module):
 
 
 class Translation(nn.Module):
-    """Both halves of a Transformer, with causal masks as arguments."""
+    """Both halves of a Transformer with causal masks as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Translation(nn.Module):
 
 
 class Graph(nn.Module):
-    """A graph layer that leaves out edges from a node to itself, by a mask of its buffer."""
+    """A graph layer that omits edges from a node to itself, using a mask computed from its
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Graph(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Rows that are repeated by a buffer of numbers."""
+    """Rows repeated as often as a buffer says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # torch says that these kinds are in beta, or deprecated
+@pytest.mark.filterwarnings("ignore")  # torch warns that these kinds are in beta or deprecated
 @pytest.mark.parametrize("name", KINDS)
 def test_unsupported_tensor_types_are_refused_with_a_remedy_that_works(name: str) -> None:
     make, follow_remedy = KINDS[name]
@@ -156,7 +157,7 @@ def test_packed_positions_match_the_plain_model() -> None:
             model, 2, example_inputs=batch, hardware="cpu-gloo", constraints=[fsdp()]
         )
         found = autopar.verify(plan, model, batch)
-        assert found.ok, str(found)  # rotary embeddings compute in float32 themselves
+        assert found.ok, str(found)  # rotary embeddings compute in float32
         assert model.config.use_cache is cached
         torch.manual_seed(1)
         for parameter in model.parameters():

@@ -1,5 +1,5 @@
-"""Equal layers in groups with separate decisions: faster if memory suffices only for some of the
-layers, proven, and correct."""
+"""Equal layers in groups with separate decisions: they are faster if memory suffices for only some
+of the layers, and they are proven and correct."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.verification import verify_program
 
 NUM_LAYERS, LIST, GAP, NAME = 8, "model.layers", 5e-4, "LlamaForCausalLM"
 MESH, PROFILE = Mesh(2), HardwareProfile.load("h100-sxm")
-BETWEEN = 0.94  # of the memory that a plan takes which has all it wants
+BETWEEN = 0.94  # share of the memory that a plan without a budget needs
 
 
 @cache
@@ -63,7 +63,7 @@ def grouped() -> Planned:
 
 
 def solved(starts: Starts, gap: float = GAP) -> Solution:
-    """The problem of these groups without what is learnt of the program's peak."""
+    """Solve the problem of these groups without rows learned from the peak of the program."""
     trace = traced()[0]
     forced = replace(Forced.nothing(), starts=starts)
     classes = split_by_layers(classes_of(trace, MESH.shape), starts)
@@ -90,7 +90,7 @@ def test_the_plan_lists_the_groups_of_layers_and_they_differ() -> None:
 
 
 def decisions_of(plan: Plan, layer: int) -> dict[str, Any]:
-    """What a layer's nodes do, by their names within the layer."""
+    """Return the decisions of the nodes of a layer, by their names within the layer."""
     inside = f"{LIST}.{layer}."
     kept = {
         f"{node}#{result}": tuple(map(str, layouts))
@@ -129,8 +129,8 @@ def test_a_grouped_plan_is_faster_than_with_equal_layers(monkeypatch: pytest.Mon
 def test_layers_are_regrouped_with_the_learned_moments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At first where it helps least; the program is then over the budget, and what is learnt of
-    it is taken over to the other groups."""
+    """The first grouping is the least useful one. Its program exceeds the budget, and the rows
+    learned from it are transferred to the other groups."""
     trace, model, batch = traced()
     tight = PlanOptions(memory_bytes=int(budget() * 0.5 / BETWEEN), optimizer="sgd", gap=GAP)
     cuts, starts_of = list[Starts](), rounds.starts_of
@@ -192,7 +192,7 @@ def test_a_grouped_plan_round_trips() -> None:
     assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
 
 
-@pytest.mark.slow  # as plans without groups are, which always runs
+@pytest.mark.slow  # the same test of plans without groups always runs
 def test_a_grouped_plan_is_deterministic() -> None:
     assert grouped().plan.dumps() == planned().plan.dumps()
 
@@ -203,7 +203,7 @@ def test_invalid_groups_are_refused(cuts: tuple[int, ...]) -> None:
         Plan.loads(replace(grouped().plan, starts={LIST: cuts}).dumps())
 
 
-@pytest.mark.slow  # as it is of plans without groups in test_what_if, which always runs
+@pytest.mark.slow  # test_what_if always tests this for plans without groups
 def test_what_if_on_the_same_hardware_gives_the_time_of_a_grouped_plan() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     same = autopar.what_if(plan, model, batch, hardware=PROFILE)
@@ -217,7 +217,7 @@ def test_explain_and_diff_accept_a_grouped_plan() -> None:
     assert not autopar.diff(plan, plan).changes
 
 
-@pytest.mark.slow  # the best plan there, to 0.04 %, takes a minute
+@pytest.mark.slow  # finding the best plan within 0.04 % takes a minute
 def test_a_grouped_plan_is_priced_on_another_mesh() -> None:
     _, model, batch = traced()
     wider = autopar.what_if(grouped().plan, model, batch, hardware=PROFILE, mesh=Mesh(4))
@@ -264,14 +264,15 @@ def test_a_search_without_a_plan_names_the_ops_to_separate(
 
 
 def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
-    """Rows come in as they do, and no plan is taken."""
+    """Return the exceeded rows, and never record a plan."""
     over = plans.extra.over(evaluate(plans.extra.program.problem, *choices[:3]))
     return over or []
 
 
 def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
-    """Have searches say which ops would decide apart without a plan, and the next one give a plan
-    so many times as slow; whether each was for all layers alike."""
+    """Let searches report ops that would decide separately without a plan, and let the next search
+    give a plan that is slower by a factor. Return whether each search had all layers in one
+    group."""
     alike, answer = list[bool](), solving.choices_or_least
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:

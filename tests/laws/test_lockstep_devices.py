@@ -1,5 +1,5 @@
-"""Graphs are captured on the CPU; in lockstep, and as traced, they run where their operands are:
-shown on meta."""
+"""Graphs are captured on the CPU. In lockstep and as traced, they run on the device of their
+operands, which is meta in these tests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanErro
 from autopar.program.abstract_executor import LiveBytes
 from autopar.runtime.module import ParallelModule
 
-WIDE = {"vocab_size": 4096}  # logits weigh more than all else
+WIDE = {"vocab_size": 4096}  # logits take more memory than everything else
 HOW: dict[str, Any] = {"hardware": "cpu-gloo", "outputs": "loss", "optimizer": "none"}
 
 
@@ -32,7 +32,7 @@ def wide(kind: str = "llama", dtype: torch.dtype = torch.float32) -> zoo_small.B
 
 @pytest.fixture(scope="module")
 def squeezed() -> tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]:
-    """A plan under two thirds of what suits it best."""
+    """Return a plan under two thirds of the memory of the best plan."""
     model, batch = wide()
     ample = autopar.plan(model, 1, example_inputs=batch, **HOW)
     assert ample.loss_rows == 0
@@ -126,7 +126,9 @@ def test_each_rank_computes_its_rows_of_the_loss(kind: str, mesh: dict[str, int]
 
 @pytest.mark.parametrize("axis", ["stage", ""])
 def test_microbatches_and_stages_keep_the_loss_by_rows(axis: str) -> None:
-    model, batch = zoo_small.gpt2()  # whose head shares its weight with the first stage
+    model, batch = (
+        zoo_small.gpt2()
+    )  # its head shares the weight of the embedding in the first stage
     force = (pipeline("stage", microbatches=2),) if axis else ()
     mesh = {"stage": 2, "data": 2} if axis else {"data": 2}
     num: Any = "auto" if axis else 2

@@ -1,4 +1,4 @@
-"""The memory of losses, predicted and measured, and their values."""
+"""The predicted and measured memory of losses, and their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 class Scored(nn.Module):
-    """Scores that are as large as all else."""
+    """A model whose scores take as much memory as everything else."""
 
     def __init__(self, loss: Callable[..., Tensor], reduction: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scored(nn.Module):
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_allocates_only_its_result(name: str, num: int, reduction: str) -> None:
-    """torch reduces some of these into the memory of the unreduced loss."""
+    """torch reduces some of these losses into the memory of the unreduced loss."""
     torch.manual_seed(0)
     model, batch = (
         Scored(LOSSES[name], reduction),

@@ -1,5 +1,5 @@
-"""Losses over microbatches: every loss and reduction of torch, and quotients with sums and
-averages of the whole batch."""
+"""Losses over microbatches: all losses and reductions of torch, and quotients with sums and
+averages of the full batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSSES: dict[str, Loss] = {
 
 
 class Net(nn.Module):
-    """A linear layer, and a loss of what it gives."""
+    """A linear layer and a loss of its result."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_a_sum_is_divided_by_the_count_of_the_whole_batch(name: str) -> None:
     model, batch, plan = planned(QUOTIENTS[name])
     assert_equal(plan, model, batch)
-    batch["y"][:3] = 0.0  # the first microbatch has nothing to count
+    batch["y"][:3] = 0.0  # the first microbatch has no valid labels
     assert_equal(plan, model, batch)
 
 
@@ -141,7 +141,7 @@ def test_a_sum_is_divided_by_a_function_of_sums_of_the_batch(name: str, num: int
         (1, 3, 4),
         (4,),
         (),
-    ):  # in the last three the first microbatch of six has nothing to count
+    ):  # in the last three cases, the first of six microbatches has nothing to count
         labels = torch.zeros_like(batch["y"])
         for sample in counted:
             labels[sample, sample % 3] = 1.0
@@ -211,7 +211,7 @@ def test_terms_with_different_counts_are_combined_as_in_the_whole_batch(
     model, batch, plan = planned(JOINED[name], num)
     batch["y"] = torch.eye(3, dtype=torch.float64)[
         torch.tensor([0, 0, 1, 2, 0, 2])
-    ]  # unlike numbers of each class
+    ]  # different numbers of each class
     assert_equal(plan, model, batch)
 
 
@@ -223,7 +223,7 @@ def test_a_divisor_known_only_after_the_microbatches_is_refused() -> None:
 
 
 class Penalised(Net):
-    """A penalty of parameters beside a loss of samples."""
+    """A loss of samples plus a penalty of parameters."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss(self.linear(x), y) + 0.1 * self.linear.weight.square().sum()

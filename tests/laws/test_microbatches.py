@@ -40,8 +40,8 @@ def traced(
 
 
 def error(model: nn.Module, batch: dict[str, Any], **how: Any) -> float:
-    """The largest error of outputs and gradients that microbatches make, in float64, against the
-    whole batch's."""
+    """Return the largest error of outputs and gradients of microbatches in float64, compared with
+    the full batch."""
     whole, part, inferred = traced(model, batch, **how)
     tensors = {
         n: x.detach()
@@ -100,12 +100,12 @@ def test_microbatches_give_the_results_of_the_batch(name: str) -> None:
 def test_ignored_labels_have_no_weight_in_any_distribution_over_microbatches() -> None:
     model, batch = zoo.build("gpt2")
     labels = torch.full_like(batch["labels"], -100)
-    labels[0, :5], labels[3, 2:] = 7, 3  # the third and fourth microbatch have no label at all
+    labels[0, :5], labels[3, 2:] = 7, 3  # the third and fourth microbatch have no valid label
     assert error(model, {**batch, "labels": labels}) < 1e-12
 
 
 class Head(nn.Module):
-    """A linear layer and some loss of its result."""
+    """A linear layer and a loss of its result."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_models_that_couple_samples_are_refused_with_the_op(name: str, op: str) 
 
 def test_a_promise_of_independent_samples_is_recorded_if_needed() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        return (z.sort(0).values * 0 + z * y).sum()  # the sort couples samples and adds nothing
+        return (z.sort(0).values * 0 + z * y).sum()  # the sort couples samples and adds zero
 
     _, _, inferred = traced(Head(loss), batch(), independent=True)
     assert any("sort" in key for key in inferred.promised)
@@ -218,7 +218,7 @@ def test_a_batch_not_divisible_by_the_microbatches_is_refused() -> None:
 
 
 class Weighted(nn.Module):
-    """A cross entropy whose classes weigh as a buffer says."""
+    """A cross entropy with class weights in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Weighted(nn.Module):
 
 
 class Scaled(Weighted):
-    """Parameters say what classes weigh."""
+    """A cross entropy with class weights in parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Scaled(Weighted):
 def test_losses_use_the_current_class_weights_in_buffers() -> None:
     torch.manual_seed(0)
     model, labels = Weighted(), torch.randint(0, 5, (8,))
-    labels[2:4], labels[4] = -100, -100  # the second microbatch has no label
+    labels[2:4], labels[4] = -100, -100  # the second microbatch has no valid label
     data = {"x": torch.randn(8, 6), "y": labels}
     assert error(model, data) < 1e-12
     pm = autopar.compile(copy.deepcopy(model), Mesh(1), example_inputs=data, num_microbatches=NUM)
@@ -272,7 +272,7 @@ def test_losses_with_class_weights_in_parameters_are_refused() -> None:
 
 
 class Whole(nn.Module):
-    """Labels for eight samples, and no others."""
+    """A model with labels for exactly eight samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,8 +284,7 @@ class Whole(nn.Module):
 
 
 class Averages(nn.Module):
-    """A loss, and another average: over the same labels, or over others; and where the samples
-    are."""
+    """A loss and another average, over the same labels or over others."""
 
     def __init__(self, *, same: bool) -> None:
         super().__init__()
@@ -317,7 +316,8 @@ def test_an_average_returned_with_the_loss_is_that_of_the_batch(same: bool) -> N
 
 
 class Masked(nn.Module):
-    """Two entropies of their own labels, over dropout, and a mask that is drawn and counted."""
+    """Two entropies with separate labels after dropout, and a random mask whose elements are
+    counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ def test_random_numbers_are_per_microbatch_and_their_counts_per_batch() -> None:
 
 
 class Connections(nn.Module):
-    """Dropout of weights, of which each microbatch draws its own."""
+    """Dropout of weights, with separate draws for each microbatch."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ def test_the_loss_of_microbatches_can_be_scaled_in_place() -> None:
 
 
 def nan_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of gradients begin with what would spoil them."""
+    """Initialize sums of gradients with NaN."""
     plain = Executor.new_sums
     monkeypatch.setattr(
         Executor, "new_sums", lambda self: [total.fill_(math.nan) for total in plain(self)]

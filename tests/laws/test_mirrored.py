@@ -1,7 +1,7 @@
 """Causal attention of mirrored shards: the work of ranks is balanced, results are correct, and the
-communication is the stated one.
+communication matches the documentation.
 
-On hardware whose attention is slow, so that models as small as these gain from it.
+The hardware has slow attention, so that small models gain from it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
 
 
 def attentions(plan: Plan) -> list[str]:
-    """How queries lie, of each attention and its backward."""
+    """Return the layouts of queries of each attention and its backward."""
     plans = plan.stages
     chosen = [
         c
@@ -118,8 +118,8 @@ def test_queries_and_outputs_are_swapped_once_per_phase_and_kept_mirrored() -> N
 def counted(
     program: StageProgram, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """Pairs of query and key that each rank computes in a step, of a square with a causal mask
-    half of them."""
+    """Return the number of pairs of query and key that each rank computes in a step. With a causal
+    mask, half of the pairs of a square count."""
     pairs = 0.0
 
     attend = softmax_attention.attend
@@ -153,7 +153,7 @@ def test_all_ranks_compute_equally_many_pairs_that_sum_to_the_total(
     made, model, batch = planned("llama", way)
     config: Any = model.config
     ranks = counted(made.stage_program(), batch, monkeypatch)
-    whole = 2 * LAYERS * B * config.num_attention_heads * S * S / 2  # in forward and in backward
+    whole = 2 * LAYERS * B * config.num_attention_heads * S * S / 2  # for forward and backward
     assert ranks == [whole / len(ranks)] * len(ranks)
 
 
@@ -224,7 +224,7 @@ def test_the_predicted_memory_of_mirrored_plans_is_exact(way: str) -> None:
 
 
 class Attending(nn.Module):
-    """Attention of four heads, and little else."""
+    """Attention with four heads."""
 
     def __init__(self, *, masked: bool = False, is_causal: bool = False) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def plainly(at: Layout) -> Layout:
 
 
 def with_attention(plan: Plan, change: Any) -> Plan:
-    """With the strategies of attention changed."""
+    """Change the strategies of attention."""
 
     def of(c: Any) -> Any:
         if "/attention/" not in c.node:

@@ -1,5 +1,5 @@
-"""Operands of several floating dtypes in one call: computed as torch's kernels compute them, or
-refused before anything runs."""
+"""Operands with several floating-point dtypes in one call: the results match the kernels of torch,
+or the call is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINE = Mesh({"gpu": 2})
 
 
 class Chain(nn.Module):
-    """Layers one after the other, and a table that is added to what they read."""
+    """A chain of layers, and a table that is added to their inputs."""
 
     def __init__(self, *layers: nn.Module, table: Tensor | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_with_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buff
     loss.backward()
     read = {
         name: p.to(BF16).float() for name, p in plain.named_parameters()
-    }  # the weights that are read, computed with in fp32
+    }  # the weights as read, with compute in fp32
     wanted = torch.func.functional_call(plain, read, (), batch)
     wanted.backward()
     assert loss.dtype == BF16 and loss.item() == pytest.approx(wanted.item(), rel=2e-2)
@@ -167,7 +167,7 @@ def test_a_trial_predicts_the_result_dtypes_of_a_call_of_any_size(shape: tuple[i
 
 @pytest.mark.parametrize("size", [20, 200])
 def test_a_trial_keeps_dependent_sizes_consistent(size: int) -> None:
-    """Of a group norm the number of places in an image is an argument."""
+    """The number of positions in an image is an argument of a group norm."""
     x, weight = (
         torch.empty(96, 32, size, size, dtype=BF16, device="meta"),
         torch.empty(32, device="meta"),
@@ -218,7 +218,8 @@ NORMS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 def test_under_autocast_norm_statistics_have_the_dtype_of_the_kernels(
     kind: str,
 ) -> None:
-    """fp32 over 16-bit values with fp32 weights, where torch's fake kernels say 16-bit."""
+    """For 16-bit values with fp32 weights, they are in fp32, although the fake kernels of torch
+    give 16-bit statistics."""
     model, batch = NORMS[kind]()
     with torch.autocast("cpu", dtype=BF16):
         made = plan_model(model, 1, example_inputs=batch, hardware="h100-sxm", optimizer="none")[1]

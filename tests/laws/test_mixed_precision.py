@@ -45,9 +45,7 @@ from benchmarks.random_plans import prepared_trace, random_plan
 
 BF16 = torch.bfloat16
 LEARNING_RATE = 1e-5
-ALONE = replace(
-    HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone"
-)  # nothing is hidden
+ALONE = replace(HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone")  # no overlap
 LINE, SQUARE = Mesh({"gpu": 2}), Mesh({"a": 2, "b": 2})
 KINDS = ("gpt2", "llama", "bert", "vit", "mixtral")
 WAYS: dict[str, tuple[Mesh, tuple[Constraint, ...], dict[str, Any]]] = {
@@ -77,8 +75,8 @@ def planned(kind: str, way: str, **options: Any) -> tuple[Planned, nn.Module, di
 
 
 def steps_of(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Phase, key, kind and dtype of every collective; the key of a parameter's summed gradient
-    ends in ``/sum``."""
+    """Return phase, key, kind and dtype of all collectives. The key of the summed gradient of a
+    parameter ends in ``/sum``."""
     for stage in plan.stages:
         for (node, _), s in keyed(stage):
             key = f"{node}/sum" if node.endswith("/storage") and s.result == 1 else node
@@ -96,8 +94,8 @@ def programs(made: Planned) -> tuple[StageProgram, ...]:
 
 
 def cast_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the model with its parameters and floating inputs cast where they
-    are read."""
+    """Return the loss and gradients of the model with its parameters and floating-point inputs cast
+    where they are read."""
     plain = copy.deepcopy(model)
     named = dict(plain.named_parameters())
     given = {name: x.to(BF16) if x.is_floating_point() else x for name, x in batch.items()}
@@ -135,7 +133,7 @@ def test_mixed_precision_plans_match_the_model_and_are_certified(kind: str, way:
     found = autopar.check(plan, model, batch)
     assert found.ok, str(found)
     assert autopar.verify(plan, model, batch).ok
-    if kind != "mixtral":  # in bf16 ties and near ties of experts fall otherwise
+    if kind != "mixtral":  # bf16 decides ties and near ties of experts differently
         assert autopar.verify(plan, model, batch, dtype=None).dtype == "bfloat16"
     assert "parameters read in bf16" in str(autopar.explain(plan))
 
@@ -179,8 +177,8 @@ def test_parameters_move_in_the_narrow_dtype_and_gradients_are_reduced_in_the_wi
 
 
 class Large(nn.Module):
-    """Products of so many rows that time is compute and bandwidth: what is reduced before it is
-    cast is half as many bytes."""
+    """Products of so many rows that the time is compute and bandwidth. A gradient that is reduced
+    before the cast has half as many bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +222,7 @@ def test_the_certificate_refuses_gradients_reduced_before_their_cast(
     links = {name: replace(link, latency_s=0.0, curves={}) for name, link in ALONE.links.items()}
     by_bytes = replace(
         ALONE, links=links, launch_overhead_s=0.0, hash="by bytes"
-    )  # so that nothing is gained by buckets
+    )  # so that buckets save nothing
     with monkeypatch.context() as patch:
         patch.setattr(tensor_values, "only_widened", lambda trace: {})
         plan = autopar.plan(
@@ -237,7 +235,7 @@ def test_the_certificate_refuses_gradients_reduced_before_their_cast(
 
 
 def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
-    """Keys of parameters' gradients, and of what is cast to them alone."""
+    """Return the keys of the gradients of parameters, and of the casts that only they have."""
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     wide, narrow = set(), set()
     for p in trace.parameters:
@@ -260,7 +258,7 @@ def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
 @pytest.mark.slow
 def test_fsdp_moves_the_same_elements_in_half_the_bytes() -> None:
     def sent(kind: str, **options: Any) -> tuple[int, int]:
-        """Elements and bytes, of weights."""
+        """Return the communicated elements and bytes of weights."""
         made, _, _ = planned("llama", "fsdp", **options)
         steps = [s.collective for _, s in keyed(made.plan) if s.collective.kind == kind]
         sizes = [(c.bytes // getattr(torch, c.dtype).itemsize, c.bytes) for c in steps]
@@ -292,7 +290,7 @@ def test_stored_parameters_are_wide_and_copies_are_narrow(way: str) -> None:
 def test_the_predicted_peak_of_mixed_precision_equals_the_measured_peak(
     kind: str, way: str
 ) -> None:
-    """On real tensors, with groups that move nothing."""
+    """The peak is measured on real tensors, with process groups that do nothing."""
     made, _, batch = planned(kind, way)
     program = made.stage_program()
     peak_bytes, gradients = measured_peak(program, batch)
@@ -301,7 +299,8 @@ def test_the_predicted_peak_of_mixed_precision_equals_the_measured_peak(
 
 
 class Tower(nn.Module):
-    """Wide against its batch: weights and their copies are most of the memory."""
+    """Layers that are wide relative to the batch, so that weights and their copies take most of the
+    memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +346,7 @@ def test_bounds_and_the_least_needed_memory_are_valid_for_found_plans(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_training_accumulates_updates_that_bf16_would_round_away(kind: str) -> None:
-    """Steps far below what bf16 resolves add up in the weights, as they do in the reference."""
+    """Updates far below the resolution of bf16 accumulate in the weights, as in the reference."""
     model, batch = getattr(zoo_small, kind)()
     reference = copy.deepcopy(model)
     module = autopar.compile(
@@ -375,11 +374,11 @@ def test_training_accumulates_updates_that_bf16_would_round_away(kind: str) -> N
     pairs = [(kept[name], before[name]) for name in kept]
     num_moved = sum(int((new != old).sum()) for new, old in pairs)
     num_in_bf16 = sum(int((new.to(BF16) != old.to(BF16)).sum()) for new, old in pairs)
-    assert num_in_bf16 < num_moved / 10  # in bf16 the others would have stayed where they were
+    assert num_in_bf16 < num_moved / 10  # in bf16, the other weights would not have changed
 
 
 class Twice(nn.Module):
-    """A table that is looked up in fp32 and multiplied by in bf16, a projection, and a norm."""
+    """A table that is looked up in fp32 and multiplied in bf16, a projection, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +429,7 @@ def test_under_autocast_parameters_read_only_in_bf16_move_in_bf16() -> None:
 
 
 class Router(nn.Module):
-    """Scores that are computed in fp32 whatever is around, as routers' are."""
+    """Scores that are always computed in fp32, as in routers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +463,7 @@ def test_ops_outside_autocast_are_computed_in_their_dtype(num_microbatches: int)
 
 
 class _Island(nn.Module):
-    """A product that leaves autocast."""
+    """A product that exits autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +496,7 @@ def test_verify_reports_if_the_plain_model_cannot_run_in_the_precision() -> None
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 16), nn.BatchNorm1d(16), _Island()
-    )  # torch takes no statistics of another dtype than the weights'
+    )  # torch requires statistics to have the dtype of the weights
     model[2].scores = nn.Linear(16, 16)
     batch = (torch.randn(8, 16),)
     plan = autopar.plan(model, LINE, example_inputs=batch, hardware="cpu-gloo", precision="bf16")
@@ -632,7 +631,7 @@ def test_a_norm_without_eps_uses_the_eps_of_torch(stored: torch.dtype) -> None:
 
 
 class Squared(nn.Module):
-    """A loss."""
+    """A squared loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.float().pow(2).mean()

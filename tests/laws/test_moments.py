@@ -28,10 +28,10 @@ from benchmarks import zoo
 from benchmarks.common import load_profile
 from benchmarks.random_plans import Prepared, finish, prepare, prepared_trace, random_choices
 
-BY_ROWS = "llama, its loss by rows"  # whose gradient of many classes is scaled where it lies
-CAST = "a cast"  # run again from what is kept in 16 bits, and read by one op alone
-SHOWN = "a head"  # in 16 bits, which returns more than the loss
-NARROW = "gpt2, read in 16 bits"  # whose weights' copies are there until their last reader
+BY_ROWS = "llama, its loss by rows"  # its gradient of many classes is scaled in place
+CAST = "a cast"  # recomputed from a tensor kept in 16 bits, and read by one op
+SHOWN = "a head"  # a 16-bit head that returns more than the loss
+NARROW = "gpt2, read in 16 bits"  # copies of its weights exist until their last reader
 CASES = (
     ("llama", "1"),
     (CAST, "1"),
@@ -53,7 +53,7 @@ class Cast(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (
             self.up(x).float().sin().sum()
-        )  # backward asks for the cast alone, which then is there beside its cosine
+        )  # backward reads only the cast, which then exists at the same time as its cosine
 
 
 @cache
@@ -85,8 +85,8 @@ def sizes(
     evaluation: Evaluation,
     uncounted: set[int],
 ) -> list[int]:
-    """Left sides of the moments' rows; what is kept of the variants `uncounted` is taken for
-    nothing."""
+    """Return the left sides of the rows of the moments. Kept tensors of the variants `uncounted` do
+    not count."""
     problem = replace(made.priced.problem, moments=moments)
     held = {}
     for v, layouts in evaluation.kept.items():
@@ -116,14 +116,14 @@ def test_the_certain_memory_of_a_moment_is_at_most_the_measured_memory(
             made, seed, recompute_share=share, recompute_otherwise=seed == 3
         )
         plan, program = finish(made, choices, evaluation, "random")
-        seen: dict[str, int] = {}  # while a node itself runs, without what runs again for it
+        seen: dict[str, int] = {}  # while a node runs, without the ops recomputed for it
         for peak in node_peaks(program.stages[0], outputs="dtensor"):
             if "collective" not in peak.node.meta and not peak.node.meta.get("recomputed"):
                 key = peak.node.meta.get("key", "")
                 seen[key] = max(
                     seen.get(key, 0), peak.peak_bytes + plan.prediction.memory_bytes["optimizer"]
                 )
-        # of a value and a view of it that are both kept, only one has memory; the planner's own
+        # if a value and a view of it are both kept, only one has memory; the planner's own
         # plans make the view again
         views = {
             v
@@ -163,7 +163,7 @@ def test_the_peak_of_a_step_is_the_maximum_over_its_nodes() -> None:
 def seen_under(
     made: Prepared, liveness: Liveness, choices: Solution, evaluation: Evaluation
 ) -> tuple[Plan, Seen, int]:
-    """The plan, what is seen of its program at each node, and the peak."""
+    """Return the plan, the memory of its program at each node, and the peak."""
     plan, program = finish(made, choices, evaluation, "random")
     seen = by_trace_node(
         liveness,

@@ -1,8 +1,8 @@
-"""The law tested by machine: every option of every row, with one placement changed, is refused, or
-is right as well.
+"""A mutation test of the law: each option of each row with one changed placement is refused, or is
+also correct.
 
-An op may write beyond its memory on parts that do not belong together, so each runs in a child
-process; that it dies there is a refusal.
+An op may write out of bounds on parts with inconsistent shapes, so each op runs in a child process.
+The end of the child counts as a refusal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from autopar.rules.trial import run
 
 CASES = {op: cases for op, cases in {**COMMON_CASES, **FURTHER_CASES}.items() if cases}
 SIZES = SimpleNamespace(a=4, b=6, c=8, d=10, before=[4, 6], after=[24])
-ENDED = ("", discovery._TOO_LONG)  # what is heard of a child that dies, or stands still
+ENDED = ("", discovery._TOO_LONG)  # the reports of a child that ends or hangs
 FEW = (aten.mm.default, aten.sum.dim_IntList, aten._softmax.default, aten.where.self, ops.embedding)
 
-# Ops of which some mutant is right, and why.
+# Ops with correct mutants, and the reason.
 RIGHT: Mapping[str, tuple[Any, ...]] = {
     "an operand's values are not looked at": (
         aten.convolution_backward.default,
@@ -82,8 +82,8 @@ RIGHT: Mapping[str, tuple[Any, ...]] = {
 
 
 def mutants(call: Call) -> Iterator[AxisOption]:
-    """Every option with one placement changed that is no option itself. A maximum of what all
-    ranks have is what they have."""
+    """Return all options with one changed placement that are not options themselves. The maximum of
+    a value that all ranks have is that value."""
     infos, count, seen = (*call.inputs, *call.outputs), len(call.inputs), set(axis_options(call))
     for option in axis_options(call):
         placements = (*option.inputs, *option.outputs)
@@ -112,8 +112,8 @@ def _others(info: TensorInfo, is_result: bool, before: Placement) -> list[Placem
 
 
 def numbers(call: Call, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The case's own, and others that the op takes: also zeros, one among zeros, and a zero
-    among ones."""
+    """Iterate over operands: those of the case, and others that the op accepts, including zeros, a
+    single zero among ones, and a single one among zeros."""
     yield tensors
     lone = [_lone(t) if t.is_floating_point() else t for t in tensors]
     made = [tensors_for(call.inputs, recipe, 2) for recipe in RECIPES]
@@ -126,25 +126,25 @@ def numbers(call: Call, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tens
     ):
         try:
             results = run(call.target, call.args, call.kwargs, other, (), ())
-        except RuntimeError:  # it wants numbers of some range
+        except RuntimeError:  # the op requires a range of values
             continue
         if all(bool(torch.isfinite(r).all()) for r in results if isinstance(r, torch.Tensor)):
             yield other
 
 
 def _lone(like: torch.Tensor) -> torch.Tensor:
-    """Zeros but for a one, at the end."""
+    """Return zeros with a one at the end."""
     x = torch.zeros(like.numel(), dtype=like.dtype)
     x[-1:] = 1
     return x.view(like.shape)
 
 
 def survivors(op: Any, number: int, progress: Path) -> str:
-    """Mutants of one case that the law lets pass, as JSON; goes on behind the mutant in which an
-    earlier child died or stood still.
+    """Return the mutants of a case that the law accepts, as JSON. Continue after the mutant at
+    which a previous child ended or hung.
 
-    What one writes beyond its memory may let the child die in a later one. So a mutant is refused
-    by that only if it is its child's first; else the next child begins with it.
+    A write out of bounds may end the child only at a later mutant. Therefore, the end counts as a
+    refusal only for the first mutant of a child. Otherwise, the next child starts with that mutant.
     """
     torch.manual_seed(0)
     case = CASES[op][number] if isinstance(CASES[op], list) else CASES[op]
@@ -156,7 +156,7 @@ def survivors(op: Any, number: int, progress: Path) -> str:
         progress.write_bytes(seen[:-1])
     with progress.open("a+b", buffering=0) as file:
         for position, mutant in enumerate(every[progress.stat().st_size :]):
-            file.write(b"?" if position else b"0")  # what stays if the op dies
+            file.write(b"?" if position else b"0")  # remains in the file if the op ends the process
             found = b"1" if all(_passes(call, trial, mutant) for trial in trials) else b"0"
             file.truncate(progress.stat().st_size - 1)
             file.write(found)
@@ -169,13 +169,13 @@ def survivors(op: Any, number: int, progress: Path) -> str:
 def _passes(call: Call, tensors: list[torch.Tensor], option: AxisOption) -> bool:
     try:
         check_option(call, tensors, option, 2)
-    except Exception:  # RuleError, or what localization makes of an option that no row gives
+    except Exception:  # RuleError, or an error of localization for an option that no row gives
         return False
     return True
 
 
 def tried(op: Any, folder: Path) -> tuple[list[str], int]:
-    """Surviving mutants of an op, and how many there were."""
+    """Return the surviving mutants of an op and the number of mutants."""
     found, count = [], 0
     for number in range(len(CASES[op]) if isinstance(CASES[op], list) else 1):
         progress = folder / f"{number}.json"

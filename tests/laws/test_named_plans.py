@@ -1,8 +1,8 @@
-"""Plans by name hold on models that they do not know: layouts, collectives and volumes are those of
-the papers, numbers are right.
+"""Presets apply to arbitrary models: layouts, collectives and volumes match the papers, and results
+match the model.
 
-Volumes are counted in the emitted program. Terms as in `autopar.constraints.parallel`: what one
-device sends, by rings.
+Volumes are counted in the emitted program. Terms are those of `autopar.constraints.parallel`:
+elements that one device sends in ring algorithms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LINE, SQUARE = Mesh(2), Mesh({"data": 2, "tensor": 2})
 def traced(kind: str) -> tuple[Trace, nn.Module, dict[str, Any]]:
     if kind == "t5":
         model, batch = hf.build(T5, device="cpu", batch=B, seq=S)
-    else:  # as many positions as tokens: the whole table is read
+    else:  # as many positions as tokens: the full table is read
         positions = {"gpt2": {"n_positions": S}, "bert": {"max_position_embeddings": S}}.get(
             kind, {}
         )
@@ -56,23 +56,23 @@ def planned(kind: str, mesh: Mesh, *forced: Constraint, memory_bytes: int | None
 
 
 def sizes(kind: str) -> Counter[int]:
-    """How many parameters have how many elements."""
+    """Return the number of parameters of each size."""
     return Counter(math.prod(p.shape) for p in traced(kind)[0].parameters)
 
 
 def moved(plan: Planned, phase: str, kind: str, axis: int = 0) -> Counter[int]:
-    """How many collectives of a kind move how many elements: of the whole that is gathered,
-    scattered or reduced along the axis."""
+    """Return the number of collectives of a kind by the number of elements of the full tensor that
+    is gathered, scattered or reduced along the axis."""
     size = plan.plan.mesh.shape[axis]
     steps = [
         (step.phase, step.collective) for _, step in plan.plan.steps()
-    ]  # before some share buckets
+    ]  # before collectives are bucketed
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, axis)]
     return Counter(max(c.bytes, c.output_bytes(size)) // 4 for c in found)
 
 
 def sent(plan: Planned, phase: str) -> float:
-    """Elements that one device sends in a phase."""
+    """Return the elements that one device sends in a phase."""
     total = 0.0
     for axis, size in enumerate(plan.plan.mesh.shape):
         for kind, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
@@ -95,8 +95,8 @@ def tokens(kind: str) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_parallelism_reduces_every_gradient_once(kind: str) -> None:
-    """Each parameter's gradient once: 2Ψ(P−1)/P elements (Li et al., 2020; Rajbhandari et al.,
-    2020, section 7.1)."""
+    """The gradient of each parameter is reduced once: 2Ψ(P−1)/P elements (Li et al., 2020;
+    Rajbhandari et al., 2020, section 7.1)."""
     plan = planned(kind, LINE, constraints.ddp())
     assert set(storage(plan).values()) == {"R"}
     assert moved(plan, "forward", "all_reduce") == {1: 2}, (
@@ -105,8 +105,8 @@ def test_data_parallelism_reduces_every_gradient_once(kind: str) -> None:
     expected = sizes(kind)
     if (
         kind == "t5"
-        # both relative biases are summed as biases, [heads, s, s], where the gradient of a lookup
-        # reads them
+        # the gradients of both relative biases are summed as biases [heads, s, s], before the
+        # gradient of the lookup
     ):
         expected = expected - Counter({32 * 4: 2}) + Counter({4 * S * S: 1 + LAYERS})
     assert moved(plan, "backward", "all_reduce") == expected
@@ -142,9 +142,9 @@ def test_data_parallelism_splits_all_inputs_and_activations_only_over_the_batch(
 def test_fully_sharded_parameters_are_gathered_once_and_their_gradients_scattered_once(
     kind: str,
 ) -> None:
-    """With ample memory gathered copies are kept: 2Ψ(P−1)/P elements, one all-gather and one
-    reduce-scatter of each parameter (Rajbhandari et al., 2020, section 7.1; the gradient of a
-    lookup by position is summed before it)."""
+    """With sufficient memory, gathered copies are kept: 2Ψ(P−1)/P elements, one all-gather and one
+    reduce-scatter per parameter (Rajbhandari et al., 2020, section 7.1). The gradient of a lookup
+    by position is summed before the lookup."""
     plan = planned(kind, LINE, constraints.fsdp())
     assert "R" not in storage(plan).values()
     whole, rests = (
@@ -164,7 +164,7 @@ def test_fully_sharded_parameters_are_gathered_once_and_their_gradients_scattere
 
 
 def test_fsdp_on_two_axes_moves_as_much_as_on_one_axis_of_the_same_size() -> None:
-    """Axis by axis a gather sends n/4 and then n/2 of n elements: (P−1)/P with P = 4."""
+    """A gather over two axes sends n/4 and then n/2 of n elements: (P−1)/P with P = 4."""
     plan = planned("llama", SQUARE, constraints.fsdp())
     assert all(layout.count("S") == 2 for layout in storage(plan).values())
     total = sum(n * count for n, count in sizes("llama").items())
@@ -176,8 +176,8 @@ def test_fsdp_on_two_axes_moves_as_much_as_on_one_axis_of_the_same_size() -> Non
 
 
 def test_with_little_memory_parameters_are_gathered_again_in_backward() -> None:
-    """3Ψ(P−1)/P at most (Rajbhandari et al., 2020, section 7.2): two all-gathers and one
-    reduce-scatter of a parameter."""
+    """At most 3Ψ(P−1)/P elements are sent (Rajbhandari et al., 2020, section 7.2): two all-gathers
+    and one reduce-scatter per parameter."""
     ample = planned("llama", LINE, constraints.fsdp())
     short = planned(
         "llama", LINE, constraints.fsdp(), memory_bytes=int(ample.plan.prediction.peak_bytes * 0.9)
@@ -193,16 +193,17 @@ def test_with_little_memory_parameters_are_gathered_again_in_backward() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallelism_reduces_twice_per_layer_and_phase(kind: str) -> None:
-    """One all-reduce of b·s·h for attention and one for the MLP, forward and backward (Shoeybi et
-    al., 2019, section 3, figure 4); one for a vocabulary-parallel embedding and one, backward, for
-    the head; three of b·s for its cross entropy."""
+    """There is one all-reduce of b·s·h elements for attention and one for the MLP, in forward and
+    in backward (Shoeybi et al., 2019, section 3, figure 4); one for a vocabulary-parallel embedding
+    and one, in backward, for the head; and three of b·s elements for its cross entropy."""
     plan = planned(kind, LINE, constraints.tensor_parallel("1d", axes="gpu"))
     b_s, layers = B * tokens(kind), 2 * LAYERS
     forward = {"vit": layers, "t5": layers + 3 * LAYERS + 2}.get(
         kind, layers + 1
-    )  # cross-attention is a third; two embeddings
-    # BERT's backward adds the residual's gradient to q's before k's and v's, so the three are
-    # reduced apart; T5's encoder output gets all keys' and values' gradients, summed
+    )  # cross-attention is a third one; there are two embeddings
+    # The backward of BERT adds the gradient of the residual to that of q before those of k and v,
+    # so that the three are reduced separately. The encoder output of T5 gets the sum of the
+    # gradients of all keys and values.
     backward = {"vit": layers, "t5": layers + 3 * LAYERS + 2, "bert": 4 * LAYERS + 1}.get(
         kind, layers + 1
     )
@@ -218,7 +219,7 @@ def test_tensor_parallelism_reduces_twice_per_layer_and_phase(kind: str) -> None
     }
     whole = {"bert": 1}.get(kind, 0) + (
         kind == "vit"
-    )  # BERT's head has a linear before a norm; ViT's patches are a convolution
+    )  # the head of BERT has a linear layer before a norm; the patches of ViT are a convolution
     assert len(large) == whole, f"rest whole: {large}"
 
 
@@ -248,8 +249,8 @@ def test_tensor_parallelism_splits_columns_first_and_rows_last() -> None:
     }
     assert (
         block
-        # q, k and v are in one, seen as [h, 3, h]; the bias of what is split by rows is added to
-        # the sum
+        # q, k and v are one parameter, viewed as [h, 3, h]; the bias of row-parallel layers is
+        # added to the sum
         == {
             "attn.c_attn.weight": "S(2)",
             "attn.c_attn.bias": "S(1)",
@@ -269,7 +270,7 @@ def test_tensor_parallelism_splits_columns_first_and_rows_last() -> None:
 def test_megatron_combines_tensor_and_data_parallelism_on_their_axes(kind: str, zero: int) -> None:
     plan = planned(kind, SQUARE, constraints.megatron(tp=2, dp=2, zero=zero))
     alone = planned(kind, LINE, constraints.tensor_parallel("1d", axes="gpu"))
-    for phase in ("forward", "backward"):  # half the samples
+    for phase in ("forward", "backward"):  # half of the samples
         assert moved(plan, phase, "all_reduce", 1) == {
             n // 2: c for n, c in moved(alone, phase, "all_reduce").items()
         }
@@ -281,8 +282,8 @@ def test_megatron_combines_tensor_and_data_parallelism_on_their_axes(kind: str, 
     if kind != "t5" and not zero:
         assert moved(plan, "backward", "all_reduce", 0) == local
         assert all(layout.startswith("R ") for layout in storage(plan).values())
-    # a fused projection's bias too: over both axes in mesh order, so that the tensor axis is
-    # gathered before the other
+    # also for the bias of a fused projection, which is sharded over both axes in mesh order, so
+    # that the tensor axis is gathered first
     if zero:
         assert not any(layout.startswith("R ") for layout in storage(plan).values())
         fused = [3 * H] * sum(n.endswith("c_attn.bias") for n in tensor)

@@ -1,5 +1,5 @@
-"""Batch, instance and group norms under any layout: outputs, gradients and running statistics
-are the plain model's."""
+"""Batch, instance and group norms under all layouts: outputs, gradients and running statistics
+match the plain model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from benchmarks.random_plans import prepare, random_plan
 
 
 class Norms(nn.Module):
-    """Every kind of batch norm: affine or not, with running statistics or not, instances seen as
-    one batch; and groups."""
+    """All kinds of batch norms, with and without affine parameters and running statistics, instance
+    norms computed as one batch norm, and group norms."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Models that are not transformers: whatever a plan does with them, it computes the model.
+"""Models that are not transformers match the plain model under all plans.
 
-Shared and scalar parameters, masks, views, lookups, batch statistics, complex numbers, 16-bit
-parts; random legal plans on meshes whose sizes divide few dims.
+They have shared and scalar parameters, masks, views, lookups, batch statistics, complex numbers and
+16-bit parts. Plans are random legal plans on meshes whose sizes divide few dims.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 
 class Model(nn.Module):
-    """Children, parameters and buffers by name, and a function as forward."""
+    """A model with named children, parameters and buffers, and a function as forward."""
 
     def __init__(self, step: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def activation() -> Tensor:
 
 
 def shared() -> Made:
-    """One weight in two products, transposed in one; a tied table; scalar and unused parameters;
-    a frozen one."""
+    """Return a model with one weight in two products, transposed in one of them, a tied table,
+    scalar and unused parameters, and a frozen one."""
 
     def step(m: Any, x: Tensor, ids: Tensor) -> Tensor:
         hidden = torch.tanh(m.inner(m.table(ids) + x)) @ m.inner.weight
@@ -70,8 +70,8 @@ def shared() -> Made:
 
 
 def masked() -> Made:
-    """A boolean mask that is indexed with, filled with, and weighs; labels of which most are
-    ignored."""
+    """Return a model with a boolean mask used as an index, for filling and as a weight, and labels
+    most of which are ignored."""
 
     def step(m: Any, x: Tensor, ids: Tensor, mask: Tensor) -> dict[str, Any]:
         hidden = m.inner(x).clone()
@@ -94,8 +94,7 @@ def masked() -> Made:
 
 
 def statistics() -> Made:
-    """Batch statistics written to buffers in forward, and a buffer that the model itself
-    updates."""
+    """Return a model whose batch norms and forward update buffers."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         hidden = m.second(torch.relu(m.first(m.inner(x))))
@@ -111,7 +110,7 @@ def statistics() -> Made:
 
 
 def rearranged() -> Made:
-    """Views of views, lookups along sharded dims, extremes, running sums."""
+    """Return a model with views of views, lookups along sharded dims, extremes and running sums."""
 
     def step(m: Any, x: Tensor, ids: Tensor) -> Tensor:
         y = m.inner(x)
@@ -143,7 +142,8 @@ def rearranged() -> Made:
 
 
 def gated() -> Made:
-    """Two fused projections of one activation; grouped queries; a rotation by complex numbers."""
+    """Return a model with two fused projections of one activation, grouped queries, and a rotation
+    by complex numbers."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         hidden = m.inner(x)
@@ -169,8 +169,8 @@ def gated() -> Made:
 
 
 def convolved() -> Made:
-    """Grouped, depthwise and transposed convolutions, without a rule for the pooling between
-    them."""
+    """Return a model with grouped, depthwise and transposed convolutions, and a pooling without a
+    rule."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         return (
@@ -186,8 +186,8 @@ def convolved() -> Made:
 
 
 def pieces() -> Made:
-    """Lists of one tensor; a sum over an order; a complex constant; slices cut down to a norm
-    that most of them exceed."""
+    """Return a model with lists of one tensor, a sum over an order, a complex constant, and slices
+    that are clipped to a norm that most of them exceed."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         y = m.inner(x)
@@ -203,7 +203,8 @@ def pieces() -> Made:
 
 
 class Recurrent(nn.Module):
-    """One layer, whose steps torch keeps in lists, and a norm whose eps follows from its dtype."""
+    """A recurrent layer, whose steps torch keeps in lists, and a norm whose eps depends on its
+    dtype."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ def gru() -> Made:
 
 
 def tied() -> Made:
-    """A bias of two layers, one of which stands under two names."""
+    """Return a model in which two layers share a bias, and one layer has two names."""
 
     def step(m: Any, x: Tensor) -> Tensor:
         return m.second(torch.tanh(m.first(x))).square().mean()
@@ -234,8 +235,8 @@ def tied() -> Made:
 
 
 def scored() -> Made:
-    """Losses of the same scores: a sum beside the mean that is differentiated, and a mean of
-    other labels before it."""
+    """Return a model with several losses of the same scores: a sum, the mean that is
+    differentiated, and a mean over other labels before it."""
 
     def step(m: Any, x: Tensor, ids: Tensor) -> dict[str, Any]:
         scores = F.log_softmax(m.head(x).flatten(0, 1), -1)

@@ -28,13 +28,14 @@ from autopar.program.peak_memory import trace_peak
 from autopar.report import report
 
 ONE, SQUARE = Mesh(1), Mesh({"a": 2, "b": 2})
-TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+TOLERANCE = 1e-6  # parts of the models compute in float32
 HOSTED = asked.layout("*", storage="R R host")
 
 
 @cache
 def built(kind: str) -> tuple[Any, Any]:
-    """A model of two layers by name, as ``gpt2`` or, with another number of them, ``gpt2:1``."""
+    """Return a model with two layers by name, such as ``gpt2``, or with another number of layers,
+    such as ``gpt2:1``."""
     name, _, layers = kind.partition(":")
     return getattr(zoo_small, name)(num_layers=int(layers or 2))  # type: ignore[no-any-return]
 
@@ -54,7 +55,8 @@ def planned(
 
 
 def holds(kind: str, plan: Plan, hardware: HardwareProfile | str = "h100-sxm") -> None:
-    """It is certified, as it is read back too, and computes what the model does."""
+    """Assert that a plan is certified, also after it is saved and loaded, and that it matches the
+    model."""
     model, batch = built(kind)
     again = Plan.loads(plan.dumps())
     assert again == plan
@@ -68,7 +70,9 @@ def test_a_model_that_does_not_fit_on_devices_is_planned_with_host_memory(
     kind: str, tmp_path: Path
 ) -> None:
     rests = planned(kind, ONE).prediction.memory_bytes
-    budget = rests["parameters"] + rests["optimizer"] - 1  # less than what would have to rest
+    budget = (
+        rests["parameters"] + rests["optimizer"] - 1
+    )  # less than the memory of parameters and optimizer states
     plan = planned(kind, ONE, asked.offload(), memory_bytes=budget)
     assert plan.prediction.peak_bytes <= budget
     assert {"parameters", "optimizer", "gradients"} <= plan.prediction.host_bytes.keys()
@@ -165,7 +169,7 @@ def test_parameters_in_host_memory_match_the_plain_model_in_every_kind_of_step(w
         free = planned("gpt2", SQUARE, *constraints, **options)
         share = (
             0.5 if "interleaved" in way else 0.7
-        )  # in stages less would do without hosts, and take no longer
+        )  # with stages, less memory would suffice without hosts, in the same time
         plan = planned(
             "gpt2",
             SQUARE,
@@ -258,7 +262,7 @@ def _with_times(plan: Plan, factor: float) -> Plan:
 
 
 def _on_devices(plan: Plan) -> Plan:
-    """The optimizer's step of what rests on the host takes as long as on the device."""
+    """Make the optimizer step of offloaded state as fast as on the device."""
     entries = []
     for entry in plan.entries:
         there = entry.kind == "parameter" and entry.nodes[0].strategy.outputs[0].host

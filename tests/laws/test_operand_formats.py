@@ -1,8 +1,8 @@
-"""What an op of a program computes does not depend on how its operands lie in memory.
+"""The result of an op in a program does not depend on the strides of its operands.
 
 Layouts, collectives and views change strides between the capture and the program, and copies that
-were nothing at the capture are not in the graph. So no kernel may assume a format of its operands,
-unless it refuses others.
+did nothing at capture are not in the graph. Therefore, no kernel may assume a format of its
+operands unless it refuses other formats.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ aten = torch.ops.aten
 CASES = {**COMMON_CASES, **FURTHER_CASES}
 SIZES = SimpleNamespace(a=2, b=3, c=4, d=5, before=[2, 6], after=[3, 4])
 NOT_INITIALISED = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
-REFUSING = (  # other formats than theirs, which the program's view of a copy then has
+REFUSING = (  # refuse other formats, so that the program passes a copy
     aten.view.default,
     aten._unsafe_view.default,
     aten.view_as_complex.default,
     aten.as_strided.default,
     aten._grouped_mm.default,
 )
-SINGULAR = (aten._linalg_det.default,)  # where values repeat, its factors follow from rounding
+SINGULAR = (
+    aten._linalg_det.default,
+)  # with repeated values, its factors depend on rounding errors
 FAST = ("channels last", "reversed", "every second", "spread")
 
 
 def relaid(x: Any, chosen: bool, name: str) -> Any:
-    """An argument with the same values; a tensor that is chosen in the format."""
+    """Return an argument with the same values. A chosen tensor has the given format."""
     return OPERANDS[name](x) if chosen and isinstance(x, Tensor) else x
 
 
@@ -54,7 +56,8 @@ def results(target: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> lis
 def depends_on(
     target: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str]
 ) -> Iterator[str]:
-    """The operands and formats, of `names`, in which a call gives other results, each in words."""
+    """Return the operands and formats, of `names`, for which a call gives other results, each as
+    text."""
     given, spec = tree_flatten((args, kwargs))
     tensors = [place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
     for name in names:
@@ -71,7 +74,7 @@ def depends_on(
 
 
 def cases() -> Iterator[Any]:
-    """A call, and the formats: for each row a few, and all others where tests may be slow."""
+    """Iterate over calls and formats: a few formats per row, and all others in slow tests."""
     for target, made in CASES.items():
         if made and target not in (operator.getitem, *NOT_INITIALISED, *REFUSING):
             for case in made if isinstance(made, list) else [made]:
@@ -100,7 +103,7 @@ def test_an_op_gives_the_same_result_for_operands_in_any_memory_format(
 
 
 class Calls(TorchDispatchMode):
-    """Notes one call of each op of `ANY_FORMAT`."""
+    """Records one call of each op of `ANY_FORMAT`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A model that returns no loss: under every plan its outputs, and the gradients of whatever is
-computed of them, are the plain model's."""
+"""Models that return no loss: outputs, and gradients of losses computed from them, match the plain
+model under all plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.program import lockstep
 from autopar.program.peak_memory import trace_peak
 
 SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
-TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+TOLERANCE = 1e-6  # parts of the models compute in float32
 PLANS: dict[str, Sequence[Constraint]] = {
     "free": (),
     "ddp": (asked.ddp(),),

@@ -1,7 +1,7 @@
-"""Communication beside compute: steps are started early and finished late, and nothing else about a
+"""Overlap of communication and compute: steps start early and finish late, and nothing else of a
 program changes.
 
-Every law is shown on random legal plans, whose layouts and collectives are those that the planner
+The laws are tested on random legal plans, which have layouts and collectives that the planner
 avoids.
 """
 
@@ -83,7 +83,7 @@ def test_a_random_plan_matches_the_model_for_any_overlap(model: str, mesh: str, 
         early = emit_stage(ready.trace, beside(plan, slowdown, num_bytes))
         held = max(held, len(starts(early)))
 
-        # It computes what the model computes, with the same collectives.
+        # The program matches the model and has the same collectives.
         assert verify_program(ready.trace, whole(ready, early), plain, (), batch).ok
         ran = run_lockstep(
             whole(ready, early), tensors, tensors, [batch[i.path] for i in ready.trace.inputs]
@@ -92,7 +92,7 @@ def test_a_random_plan_matches_the_model_for_any_overlap(model: str, mesh: str, 
             (p, str(c)) for p, _, c in program.stages[0].collectives
         )
 
-        # Every start is finished once, behind it, with the settings that it was started with.
+        # Each start is finished once, later, and with the same settings.
         for graph in graphs(early):
             graph.lint()  # type: ignore[no-untyped-call]
             finishes = [node for node in graph.nodes if node.target is steps.finish]
@@ -113,7 +113,7 @@ def test_a_random_plan_matches_the_model_for_any_overlap(model: str, mesh: str, 
 
 
 def issued(program: StageProgram, coordinate: tuple[int, ...]) -> list[str]:
-    """What a rank issues, in order."""
+    """Return the steps that a rank issues, in order."""
     groups = steps.fake_groups(program.mesh, coordinate)
     found = []
     for module in (program.forward, program.backward):
@@ -125,7 +125,7 @@ def issued(program: StageProgram, coordinate: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.slow
 def test_the_priced_slack_equals_that_of_the_emitted_graph() -> None:
-    """Pricing derives it from choices; here it is derived anew from who reads what in the graph."""
+    """Pricing derives the slack from choices. The test derives it from the readers of the graph."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     seen: Counter[str] = Counter()
     for seed in range(4):
@@ -233,7 +233,8 @@ def test_the_stated_time_and_memory_of_an_order_are_those_of_its_graphs(
 
 
 def with_least(program: StageProgram, plan: Plan) -> tuple[StageProgram, Overlap]:
-    """The program, and the overlap that gives the same with few bytes allowed."""
+    """Return the program and the overlap that gives the same program with a small limit of
+    bytes."""
     return apply_overlap(program, plan)[0], least_overlap(program, plan)
 
 
@@ -249,10 +250,9 @@ def test_early_steps_stay_within_their_memory_which_the_program_states() -> None
         assert max(held.forward_bytes, held.backward_bytes) <= limit
         again = emit_stage(
             ready.trace, replace(plan, overlap=held)
-        )  # the least that is allowed gives the same
+        )  # the smallest limit gives the same program
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
-        # What is held comes on top of what the step holds anyway; copies of what is sent stand in
-        # both.
+        # Bytes held by early steps are added to the peak. Copies of sent tensors count in both.
         assert plain_peak <= trace_peak(early).peak_bytes + limit
         assert trace_peak(early).peak_bytes <= plain_peak + limit
         assert len(starts(early)) <= previous
@@ -261,7 +261,7 @@ def test_early_steps_stay_within_their_memory_which_the_program_states() -> None
 
 
 def rising(program: StageProgram, seed: int, most: int) -> dict[str, tuple[Piece, ...]]:
-    """Some room in every phase, now more and now less."""
+    """Return limits that vary within each phase."""
     rng = random.Random(seed)
     lengths = {
         phase: max(place for _, place in places(getattr(program, phase).graph))
@@ -294,7 +294,7 @@ def test_early_steps_stay_within_the_room_at_their_place(seed: int) -> None:
 
         again, same = with_least(
             serial.stages[0], replace(plan, overlap=held)
-        )  # as a certificate emits it
+        )  # emitted like in a certificate
         assert same == held and [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
         assert Plan.loads(replace(plan, overlap=held).dumps()).overlap == held
         assert verify_program(ready.trace, whole(ready, early), plain, (), batch).ok
@@ -302,7 +302,7 @@ def test_early_steps_stay_within_the_room_at_their_place(seed: int) -> None:
 
 
 def started(program: StageProgram, phase: str) -> Iterator[tuple[int, int]]:
-    """While each node of the spine runs its place, and what steps hold that are started and not
+    """Iterate over the places of the spine with the bytes of steps that are started and not
     finished."""
     held = dict[fx.Node, int]()
     place = -1
@@ -333,8 +333,8 @@ def run(ready: Prepared, program: StageProgram, plain: object, batch: Batch) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_emission_with_the_stated_bytes_gives_the_same_program(seed: int) -> None:
-    """A certificate emits it again with no more; less room may order steps otherwise, which is
-    then what is said."""
+    """A certificate emits the program again with the stated limit. A smaller limit may give another
+    order of steps, which is then stated."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, seed)
     _, free = with_least(program.stages[0], beside(plan))

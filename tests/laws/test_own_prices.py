@@ -1,6 +1,5 @@
-"""The certificate's formulas and the planner's are two readings of one model of time: they agree on
-every profile, for every kind of collective, bucket and op.
-"""
+"""The formulas of the certificate and of the planner are two implementations of one model of time.
+They agree on all profiles, for all kinds of collectives, buckets and ops."""
 
 from __future__ import annotations
 

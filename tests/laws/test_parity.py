@@ -1,7 +1,7 @@
-"""The planner's own plans compute what the model computes, on every mesh, sharded and recomputed.
+"""Plans of the planner match the model on all meshes, with sharding and recomputation.
 
-Under `frictionless` prices even a tiny model is worth sharding; under a tight budget parameters
-rest sharded.
+Under `frictionless` prices, even a tiny model is worth sharding. Under a tight budget, parameters
+are stored in shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 def planned(
     model: str, mesh: str, profile: HardwareProfile, **options: object
 ) -> tuple[Planned, object]:
-    """The plan, and what verifying it says."""
+    """Return the plan and the result of its verification."""
     built, batch = ModelSpec.known(model).build()
     trace = capture(built, (), batch)
     made = make_plan(trace, Mesh.parse(mesh), profile, PlanOptions(**options))  # type: ignore[arg-type]

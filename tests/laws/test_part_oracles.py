@@ -17,13 +17,13 @@ from autopar.core.problem import Problem
 from autopar.solve import relaxation as solving
 from autopar.solve.relaxation import PricedPart, least_of
 
-ENOUGH = 10_000  # relaxations
+ENOUGH = 10_000  # limit of relaxations
 SEEDS = range(8)
 
 
 def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> PricedPart:
-    """Of a small problem, which keeps little, so that it is worth to run something again; the
-    part says what may."""
+    """Return a part of a small problem that keeps little, so that recomputation pays off for the
+    ops that allow it."""
     rng = np.random.default_rng(seed)
     own = problem(seed, mesh)
     values = list(own.values)
@@ -46,8 +46,8 @@ def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> PricedPart:
 
 @cache
 def optimum(seed: int, mesh: tuple[int, ...] = LINE) -> float:
-    """The cheapest of all choices of a part: the problem's own seconds, and what its ops cost
-    further, each time that they run."""
+    """Return the cheapest of all choices of a part: the seconds of the problem plus the additional
+    costs of ops for each run."""
     part = part_of(seed, mesh)
     own = replace(
         part.problem,
@@ -79,7 +79,7 @@ def test_the_minimum_of_a_part_is_a_lower_bound_and_is_attained(
     part = part_of(seed, mesh)
     best = optimum(seed, mesh)
     unreachable, num = least_of(part, 2 * abs(best) + 1, ENOUGH)
-    if best == math.inf:  # what is kept leads nowhere, and nothing may run again
+    if best == math.inf:  # the kept layouts lead to no solution without recomputation
         assert unreachable == best
         return
     assert unreachable <= best + 1e-9 * abs(best)

@@ -1,8 +1,7 @@
-"""Over several microbatches on one device, what a step takes at its peak is what was predicted, to
-the byte.
+"""With several microbatches on one device, the peak of a step equals the prediction exactly.
 
-Parts of a batch are views of it. Outputs of all microbatches are there at the end, and put together
-then.
+Parts of a batch are views of it. The outputs of all microbatches exist until the end, when they are
+joined.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ BATCH = 24
 
 
 class Returning(nn.Module):
-    """Returns its loss, and beside it something that a microbatch has in full, shares with
-    others, or has a part of."""
+    """Returns its loss and an output that a microbatch has in full, shares with others, or has a
+    part of."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -60,14 +59,14 @@ RETURNED = (
 
 
 def peaks(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[int, int]:
-    """Predicted and measured bytes of a step's peak; the batch counts in both, the optimizer's
-    state in neither."""
+    """Return the predicted and measured peak of a step in bytes. Both include the batch and exclude
+    the optimizer states."""
     pm = autopar.compile(
         model, 1, example_inputs=batch, hardware="h100-sxm", optimizer="none", **options
     )
     (stage,) = pm.plan.pipeline.stages
     assert autopar.check(pm.plan, model, batch).ok
-    pm(**batch)  # what a graph makes once is there the second time
+    pm(**batch)  # constants of a graph exist from the second run on
     with LiveBytes() as memory:
         memory.register([*pm.parameters(), *pm.buffers(), *batch.values()])
         memory.reset_peak()

@@ -1,5 +1,5 @@
-"""Pipelines equal the plain model: stages × data × tensor parallelism, all ranks in lockstep;
-and their plans are sound."""
+"""Pipelines match the plain model: stages × data × tensor parallelism, with all ranks in lockstep.
+Their plans are certified."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def planned(
 
 
 # Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the
-# encoder's end, one table thrice.
+# result of the encoder, and an embedding that is used three times.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "microbatches"),
@@ -66,7 +66,7 @@ def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(
         kinds = {c.kind for _, _, c in stage.collectives}
         assert (
             "all_gather" in kinds and {"all_reduce", "reduce_scatter"} & kinds
-        )  # of parameters; of gradients and partial sums
+        )  # parameters; gradients and partial sums
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_pipeline_plan_round_trips(llama: tuple[Planned, Any, Any]) -> None:
     assert Plan.loads(plan.dumps()) == plan
 
 
-# as it is where stages are alike (test_alike_stages), and without stages, which always runs
+# test_alike_stages and tests without stages always test this
 @pytest.mark.slow
 def test_a_pipeline_plan_is_deterministic() -> None:
     one, other = (
@@ -212,14 +212,14 @@ def test_named_cuts_and_their_errors() -> None:
         planned("llama", mesh, pipeline("pipe", microbatches=2))
     with pytest.raises(
         ConstraintError, match=r"at most \d+ parts, but 2048 stages"
-    ):  # before a microbatch is captured, which these samples allow
+    ):  # fails before a microbatch is captured, which these samples allow
         planned("llama", autopar.Mesh({"stage": 2048}), pipeline("stage", microbatches=4))
     with pytest.raises(InfeasibleError, match="stage 0 of 2"):
         planned("llama", mesh, pipeline("stage", microbatches=4), memory_bytes=200_000)
 
 
 class Sorted(nn.Module):
-    """Works on samples in another order, which no rule sees to be put right in the end."""
+    """Permutes samples and restores their order at the end, which no rule detects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_a_free_pipeline_is_never_slower_than_none() -> None:
     free = planned("llama", mesh, pipeline())[0].plan
     assert (
         free.pipeline is None and free.prediction.step_s == alone.prediction.step_s
-    )  # so small a model only waits
+    )  # a model of this size only waits
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""Plans do not change: the hash of every plan of the small families and of the zoo.
+"""Plans do not change: the hash of each plan of the small families and of the zoo is locked.
 
 A change that must not change plans leaves these files unchanged. A change that improves plans
-rewrites them (``pytest --update-golden -m slow tests/laws/test_plan_lock.py``), and its diff
-shows which plans changed and by how much their simulated step did. The files hold for the pinned
-versions of ``constraints.txt``: another solver or another torch may settle ties in another way.
+rewrites them (``pytest --update-golden -m slow tests/laws/test_plan_lock.py``), and its diff shows
+which plans changed and how their simulated step changed. The files are valid for the pinned
+versions of ``constraints.txt``: another solver or version of torch may resolve ties differently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plans differ for the right reason: each test changes one thing and checks the consequence.
 
-Models are on meta, except those that are verified. Profiles are those of autopar, or one of them
-with a changed figure if a test needs the opposite trade-off."""
+Models are on the meta device, except those that are verified. Profiles are those of autopar, or one
+of them with a changed figure if a test needs the opposite trade-off.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from autopar.rules import call_of
 H100 = HardwareProfile.load("h100-sxm")
 # If each further collective costs much, gather and scatter cost more than one reduction, and
 # weights are replicated.
-ALONE = replace(H100, overlap_slowdown=1.0, hash="alone")  # nothing runs beside compute
+ALONE = replace(H100, overlap_slowdown=1.0, hash="alone")  # no overlap
 SLUGGISH = replace(H100, launch_overhead_s=3e-5, hash="sluggish")
 MIB = 2**20
 
@@ -302,11 +303,11 @@ def test_with_one_sample_norms_are_sharded_over_the_sequence_and_attention_over_
     )
 
 
-# Communication beside compute
+# Overlap of communication and compute
 
 
 def test_with_overlap_more_is_communicated_and_the_step_is_shorter() -> None:
-    """With one sample, weights are gathered rather than activations, which ops wait for."""
+    """With one sample, weights are gathered instead of activations, which ops wait for."""
     trace, mesh = llama(1, 4096, 2, 1024, 4096, 16), Mesh(4)
     alone, beside = plan(trace, mesh, ALONE), plan(trace, mesh)
     there_s = reprice_plan(alone, trace, mesh, H100, PlanOptions())
@@ -315,9 +316,7 @@ def test_with_overlap_more_is_communicated_and_the_step_is_shorter() -> None:
     assert beside.prediction.step_s < there_s * 0.99, (
         "than what was planned without regard for it, on the same hardware"
     )
-    assert (
-        beside.proof.bound_s <= beside.prediction.step_s
-    )  # buckets are in what is simulated alone
+    assert beside.proof.bound_s <= beside.prediction.step_s  # only the simulation includes buckets
     assert (
         beside.prediction.step_s - beside.prediction.in_buckets_s
         <= beside.prediction.simulated_s
@@ -325,7 +324,7 @@ def test_with_overlap_more_is_communicated_and_the_step_is_shorter() -> None:
     )
 
 
-# Space
+# Spatial dims
 
 
 class Volume(nn.Module):
@@ -364,11 +363,10 @@ def test_one_volume_is_sharded_over_space_with_halos_and_a_batch_is_not() -> Non
 
 @pytest.mark.slow
 def test_recompute_on_one_device_is_as_good_as_the_measured_alternatives() -> None:
-    """Llama of 12 layers, four samples of 512 tokens, in fp32. The best other methods, measured on
-    this model (bytes per sample live at the peak without parameters and gradients, MiB; further
-    FLOPs): 189.4, none, by keeping matmuls and attention; 142.1, 9.2 % and 136.8, 9.2 %, by torch's
-    activation memory budget.
-    """
+    """The model is a Llama with 12 layers, four samples of 512 tokens, in fp32. The best other
+    methods, measured on this model (peak live MiB per sample without parameters and gradients;
+    additional FLOPs), are: 189.4, none, by keeping matmuls and attention; 142.1, 9.2 % and 136.8,
+    9.2 %, by the activation memory budget of torch."""
     trace, num_samples = llama(4, 512, 12, 512, 1408, 8, torch.float32), 4
     nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
 

@@ -1,8 +1,8 @@
-"""Faults planted in prices: a plan that was made with them is refused by `check`, whose formulas
-are its own.
+"""Faults planted in prices: `check`, whose formulas are independent, refuses a plan that was made
+with them.
 
-Each row makes one thing cheaper than the profile has it, as a slip in a formula would, while the
-plan is made and while it is checked.
+Each row makes one thing cheaper than in the profile, like an error in a formula, both during
+planning and during the check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from autopar.cost import kernel_times, op_times, priced
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in what prices the plan of `subject`, and what `check` says, a regular expression."""
+    """A fault in the prices of the plan of `subject`, and a regular expression that matches the
+    message of `check`."""
 
     subject: str
     says: str
@@ -35,7 +36,8 @@ class Fault:
 def halved(
     name: str, of: Callable[..., bool] = lambda *_: True, module: Any = collective
 ) -> Callable[[Patch], Any]:
-    """A function of a module that gives half of what it should for some arguments."""
+    """Replace a function of a module by one that returns half of the correct value for some
+    arguments."""
     whole = getattr(module, name)
     return lambda patch: patch.setattr(
         module, name, lambda *a, **k: whole(*a, **k) / 2 if of(*a) else whole(*a, **k)
@@ -154,7 +156,7 @@ FAULTS = {
 
 @cache
 def certified(name: str) -> None:
-    """The plan of a subject is certified."""
+    """Assert that the plan of a subject is certified."""
     found = SUBJECTS[name].check(SUBJECTS[name].planned[1])
     assert found.ok, str(found)
 

@@ -1,9 +1,8 @@
-"""Faults planted in emission, and in programs as they were emitted, in memory, numbers,
-collectives and buckets: validation refuses each, and
-names the node, the tensor or the setting.
+"""Faults planted in emission and in emitted programs: memory, numbers, collectives and buckets.
+Validation refuses each and names the node, the tensor or the setting.
 
-Each row breaks one thing at one place. Without it the program of the same plan is validated, and
-verified against the plain model.
+Each row breaks one thing at one place. Without it, the program of the same plan is valid and
+matches the plain model.
 """
 
 from __future__ import annotations

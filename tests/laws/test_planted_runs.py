@@ -1,7 +1,7 @@
-"""Faults planted in what runs: the order of a step, random numbers, what a rank calls, kernels.
+"""Faults planted in execution: the order of a step, random numbers, calls of a rank, and kernels.
 
-Validation runs a step's order on symbols, draws few numbers, and tries each op in parts on small
-ones; what is left, `verify` finds, which runs all ranks.
+Validation runs the order of a step on symbols, draws few numbers, and tries each op on small
+shards. `verify`, which runs all ranks, finds the remaining faults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _begin, _arriving, _leaving = (
 
 
 def bits_of(change: Callable[..., tuple[Any, ...]]) -> Callable[[Patch], Any]:
-    """Random bits for other arguments: state, shape, draw, window, stream."""
+    """Draw random bits with changed arguments: state, shape, draw, window or stream."""
 
     def bits(state: Any, shape: Any, draw: Any, window: Any, stream: int = 0) -> Any:
         return _bits(*change(state, shape, draw, window, stream))
@@ -170,7 +170,7 @@ def test_a_planted_fault_at_run_time_is_refused_by_validation(
 
 @dataclass(frozen=True)
 class Run:
-    """A fault that only numbers show, in a subject's run."""
+    """A fault in the run of a subject that only numbers reveal."""
 
     subject: str
     plant: Callable[[Patch], Any]

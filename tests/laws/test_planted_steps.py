@@ -1,9 +1,8 @@
-"""Faults planted in emission, and in programs as they were emitted, in random draws,
-microbatches, stages and borders: validation refuses each, and
-names the node, the tensor or the setting.
+"""Faults planted in emission and in emitted programs: random draws, microbatches, stages, inputs
+and outputs. Validation refuses each and names the node, the tensor or the setting.
 
-Each row breaks one thing at one place. Without it the program of the same plan is validated, and
-verified against the plain model.
+Each row breaks one thing at one place. Without it, the program of the same plan is valid and
+matches the plain model.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def without_sums(patch: Patch) -> None:
 
 
 def crossed_otherwise(patch: Patch) -> None:
-    """The second stage is cut so that it takes in another order what crosses to it."""
+    """Cut the second stage so that it takes its crossing tensors in another order."""
     subject = SUBJECTS["stages"]
     part, how, made = subject.staged
     other = replace(made.stages[1], inputs=made.stages[1].inputs[::-1])

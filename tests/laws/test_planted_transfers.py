@@ -1,8 +1,9 @@
-"""Faults planted in what ranks send each other: transfers of stages, rows of experts, copies to and
-from hosts. Validation refuses each; what is left to `verify` only numbers show.
+"""Faults planted in transfers between ranks: transfers of stages, rows of experts, and copies to
+and from hosts. Validation refuses each of them, except those that only the numbers of `verify`
+reveal.
 
-Each row breaks one thing at one place, and does so whatever the numbers are: what comes is another
-tensor's, of another shape, or is not there yet.
+Each row breaks one thing at one place, for all numbers: a rank receives another tensor, another
+shape, or reads a tensor before it arrives.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _each, _leaving = ForwardsFirst._each, StageWork.leaving_outputs
 
 
 def order_of_rank(rank: int, change: Callable[[Actions], Any]) -> Callable[[Patch], Any]:
-    """One rank does what its order says in another one."""
+    """Change the order of the actions of one rank."""
 
     def changed_order(*sizes: int) -> tuple[tuple[Action, ...], ...]:
         lists = [list(actions) for actions in _interleaved(*sizes)]
@@ -53,7 +54,7 @@ def places(actions: Actions, kind: str) -> list[int]:
 
 
 def first_two_of(kind: str) -> Callable[[Actions], Any]:
-    """The first two actions of a kind change places."""
+    """Exchange the first two actions of a kind."""
 
     def change(actions: Actions) -> None:
         one, other = places(actions, kind)[:2]
@@ -63,7 +64,7 @@ def first_two_of(kind: str) -> Callable[[Actions], Any]:
 
 
 def other_microbatches(actions: Actions) -> None:
-    """The first two sends are each of the other's microbatch."""
+    """Exchange the microbatches of the first two sends."""
     one, other = places(actions, "send forward")[:2]
     first, second = actions[one], actions[other]
     assert first.stage == second.stage
@@ -72,14 +73,14 @@ def other_microbatches(actions: Actions) -> None:
 
 
 def send_late(actions: Actions) -> None:
-    """What goes to a rank is sent behind the first that comes from there."""
+    """Send to a rank only after the first receive from it."""
     come = places(actions, "receive backward")[0]
     sent = next(p for p in reversed(places(actions, "send forward")) if p < come)
     actions.insert(come, actions.pop(sent))
 
 
 def peer_of(kinds: tuple[str, ...], to: Callable[[int], int]) -> Callable[[Patch], Any]:
-    """Transfers of these kinds have another peer."""
+    """Give transfers of these kinds another peer."""
 
     def peer(kind: str, stage: int) -> int:
         return to(stage) if kind in kinds else _peer(kind, stage)
@@ -88,7 +89,7 @@ def peer_of(kinds: tuple[str, ...], to: Callable[[int], int]) -> Callable[[Patch
 
 
 def without_waiting(self: Any, kind: str, microbatch: int) -> Iterator[Any]:
-    """What is computed does not wait for what arrives."""
+    """Compute without waiting for received tensors."""
     for waits in _act(self, kind, microbatch):
         yield [] if kind in ("forward", "backward") else waits
 
@@ -98,13 +99,13 @@ def chunks_exchanged(self: Interleaving, works: Mapping[int, StageWork], of: Any
 
 
 def runs_at_once(self: ForwardsFirst, *how: Any) -> Iterator[Any]:
-    """Nothing waits for what comes."""
+    """Run without waiting for transfers."""
     for place, waits in enumerate(_each(self, *how)):
         yield waits if place % 2 else []
 
 
 def last_left(self: ForwardsFirst, *how: Any) -> Iterator[Any]:
-    """What is sent last is not waited for."""
+    """Do not wait for the last send."""
     for place, waits in enumerate(_each(self, *how)):
         yield waits if place < 2 * self._num else []
 
@@ -315,7 +316,7 @@ _count = expert_layers.Together.count
 
 
 def fewer(*given: Any) -> Any:
-    """The last pair of each rank goes nowhere: a capacity of one less."""
+    """Drop the last pair of each rank, as with a capacity that is too small by one."""
     return [
         replace(way, order=way.order[:-1], tokens=torch.cat((way.tokens[1:], way.tokens[:1])))
         for way in _routes(*given)
@@ -323,12 +324,12 @@ def fewer(*given: Any) -> Any:
 
 
 def turned(*given: Any) -> Any:
-    """Rows are those of the pairs after."""
+    """Shift the rows by one pair."""
     return [replace(way, tokens=way.tokens.roll(1)) for way in _routes(*given)]
 
 
 def of_other_experts(self: Any, counts: Any, num_pairs: Any) -> Any:
-    """A rank takes rows of its experts in another order."""
+    """Let a rank take the rows of its experts in another order."""
     return [
         replace(each, coming=tuple(by_expert[::-1] for by_expert in each.coming))
         for each in _count(self, counts, num_pairs)
@@ -336,7 +337,7 @@ def of_other_experts(self: Any, counts: Any, num_pairs: Any) -> Any:
 
 
 def back_as_they_came(self: Any, what: Any, rows: Any, traffic: Any) -> Any:
-    """Rows go back by the sizes with which they left."""
+    """Return rows with the sizes of the send instead of the receive."""
     return self._rows(rows, [each.leaving for each in traffic])
 
 

@@ -1,5 +1,5 @@
-"""Dropout and other random draws give the same numbers under every layout, mesh and recompute,
-and in the plain model."""
+"""Dropout and other random draws give the same numbers under all layouts, meshes and
+recomputations, and in the plain model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROFILE = HardwareProfile.load("cpu-gloo")
 
 
 class Noisy(nn.Module):
-    """Every kind of draw that has a counterpart; each reaches the loss, but for one that is
+    """All kinds of supported draws. Each of them affects the loss, except one that is
     overwritten."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def test_a_model_without_draws_has_only_the_random_state_that_is_set() -> None:
         example_inputs=(torch.ones(4, 4),),
     )
     assert pm.random_state is None
-    pm.random_state = 3  # a program of another mode may draw: it would begin with this
+    pm.random_state = 3  # the random state with which a program of another mode would start
     assert pm.random_state == 3
 
 

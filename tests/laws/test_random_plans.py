@@ -1,4 +1,4 @@
-"""Any legal plan, not only those of the planner, satisfies the laws: priced = emitted = run, a plan
+"""All legal plans, not only those of the planner, satisfy the laws: priced = emitted = run, a plan
 round-trips through its file, and it matches the model.
 
 Random legal plans (`benchmarks.random_plans`) use layouts, redistributions and recomputations that
@@ -47,7 +47,7 @@ Kinds = Counter[tuple[str, str, int, int]]
 
 
 def kinds(steps: Iterable[tuple[str, Collective, int]]) -> Kinds:
-    """How many of each phase, kind, axis and size."""
+    """Return the number of steps of each phase, kind, axis and size."""
     found: Kinds = Counter()
     for phase, collective, count in steps:
         found[phase, collective.kind, collective.axis, collective.bytes] += count
@@ -60,12 +60,12 @@ def test_a_random_legal_plan_satisfies_every_law(model: str, mesh: str, seed: in
     plan, program = random_plan(ready, seed)
     assert program.stages[0].collectives
 
-    # It computes what the model computes: loss, outputs and every gradient.
+    # The program matches the model: loss, outputs and all gradients.
     found = verify_program(ready.trace, program, plain, (), batch)
     assert found.max_error <= found.tolerance
     assert found.num_collectives > 0
 
-    # What is priced is what is emitted and what runs, by phase, kind, axis and bytes.
+    # Priced, emitted and executed steps agree by phase, kind, axis and bytes.
     priced = kinds((c.phase, c.collective, len(c.instances)) for c in plan.communications)
     emitted = kinds((phase, c, 1) for phase, _, c in program.stages[0].collectives)
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def test_a_random_legal_plan_satisfies_every_law(model: str, mesh: str, seed: in
         plan.prediction.communication_s + plan.prediction.beyond_shares_s
     )
 
-    # The plan is its file, and the file emits the same program.
+    # The plan round-trips through its file, which emits the same program.
     text = plan.dumps()
     loaded = Plan.loads(text)
     assert loaded == plan and loaded.dumps() == text

@@ -1,5 +1,5 @@
-"""Named recompute policies: kept values, recomputed ops and communication are those of the paper,
-and results match the model.
+"""The recompute policies: kept values, recomputed ops and communication match the paper, and
+results match the model.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -30,7 +30,7 @@ KINDS = (
     "llama",
     "eager",
     pytest.param("gpt2", marks=pytest.mark.slow),
-)  # eager: attention in several ops
+)  # eager attention consists of several ops
 
 
 @cache
@@ -61,12 +61,12 @@ def nodes(kind: str) -> dict[str, fx.Node]:
 
 
 def again(kind: str, recompute: Recompute | None) -> set[str]:
-    """Keys of the nodes that backward runs again."""
+    """Return the keys of the recomputed nodes."""
     return set(planned(kind, recompute).plan.recomputed_choices())
 
 
 def kept(kind: str, recompute: Recompute | None) -> Counter[str]:
-    """Bytes of what forward makes and keeps for backward, by node."""
+    """Return the bytes of values that forward keeps for backward, by node."""
     found = (
         (k.node.format(*i), k.bytes)
         for k in planned(kind, recompute).plan.kept
@@ -83,7 +83,7 @@ def is_in_layer(key: str) -> bool:
 def test_full_recompute_keeps_only_the_output_of_each_layer(
     kind: str,
 ) -> None:
-    """b·s·h elements a layer (section 5: 2·s·b·h bytes in 16 bits)."""
+    """This is b·s·h elements per layer (section 5: 2·s·b·h bytes in 16 bits)."""
     inside = {key: size for key, size in kept(kind, "full").items() if is_in_layer(key)}
     assert sorted(inside.values()) == [4 * B // DATA * S * H] * LAYERS
     free = {key for key in kept(kind, "none") if is_in_layer(key)}
@@ -93,7 +93,8 @@ def test_full_recompute_keeps_only_the_output_of_each_layer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_recompute_has_one_more_reduction_per_layer(kind: str) -> None:
-    """Attention's all-reduce; the MLP's makes what the layer hands on, which is kept."""
+    """This is the all-reduce of attention. The all-reduce of the MLP gives the output of the layer,
+    which is kept."""
     moved = {}
     for recompute in ("none", "full", "selective"):
         steps = [(step.phase, step.collective) for _, step in planned(kind, recompute).plan.steps()]
@@ -112,7 +113,7 @@ def test_selective_recompute_repeats_only_the_ops_around_the_softmax(
     found = Counter(
         getattr(of[key], "__name__", "").partition(".")[0] for key in again(kind, "selective")
     )
-    if kind == "eager":  # scores, mask and softmax; copies between them are views, and of no cost
+    if kind == "eager":  # scores, mask and softmax; the copies between them are views without cost
         assert found["dot"] == found["add"] == found["_softmax"] == LAYERS
         scores = [
             key

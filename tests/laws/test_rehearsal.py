@@ -1,5 +1,5 @@
-"""A rehearsal, which adds up the memory effects of each kind of call, agrees with a run of every
-call on fake tensors."""
+"""A rehearsal, which adds up the memory effects of each kind of call, agrees with a run of all
+calls on fake tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [("gpt2", "a=2,b=2", 0), ("llama", "a=2,b=2", 1), ("bert", "3", 2), ("vi
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on every call runs."""
+    """Run all calls from now on."""
 
     def executor(
         program: StageProgram,
@@ -64,7 +64,7 @@ def test_a_rehearsal_of_random_plans_agrees_with_a_run(
     first, last = (
         (0,) * len(ready.mesh.shape),
         tuple(size - 1 for size in ready.mesh.shape),
-    )  # by default queries may be no rank's here
+    )  # a rank may have no queries by default
     ways: list[dict[str, Any]] = [
         {},
         {"outputs": "dtensor"},
@@ -145,7 +145,7 @@ def test_a_rehearsal_runs_equal_layers_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_wrong_memory_effect_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail."""
+    """This shows that the comparison above can fail."""
     model, batch = zoo_small.gpt2()
     ready = prepare(model, batch, Mesh.parse("2"), HardwareProfile.load("cpu-gloo"))
     _, program = random_plan(ready, 0)

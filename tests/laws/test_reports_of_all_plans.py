@@ -1,7 +1,8 @@
-"""`explain`, `report` and `diff` accept every plan, and their figures add up to those of the plan.
+"""`explain`, `report` and `diff` accept all plans, and their figures add up to those of the plan.
 
-By day a few plans of one small model; by night each family of the tests in every way in which it
-can be planned, each model of the zoo in a few, and models of other libraries where these are there.
+By default, the tests cover a few plans of one small model. The slow tests cover each family of the
+tests with all kinds of plans, each model of the zoo with a few kinds, and models of other libraries
+if they are installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SEED = 0
 
 @lru_cache(maxsize=2)
 def built(kind: str) -> Any:
-    """A model of the tests, of the zoo (``zoo:NAME``) or of a library (``timm/NAME``); a batch."""
+    """Return a model of the tests, of the zoo (``zoo:NAME``) or of a library (``timm/NAME``), and a
+    batch."""
     with torch.random.fork_rng([]):
         torch.manual_seed(SEED)
         if kind.startswith("zoo:"):
@@ -50,7 +52,8 @@ def planned(kind: str, name: str) -> Plan:
 
 
 def plan_or_skip(kind: str, name: str) -> Plan:
-    """What a model cannot do is refused in words; then there is nothing to tell of."""
+    """Return a plan, or skip the test if the model does not support it and planning raises an
+    error."""
     try:
         return planned(kind, name)
     except (CaptureError, ConstraintError, InfeasibleError) as error:
@@ -76,7 +79,8 @@ def test_the_explanation_of_a_plan_adds_up_to_its_prediction(
 
 
 def _pairs() -> Iterator[Any]:
-    """Each way and the next, there and back; by night also each and the free one."""
+    """Return pairs of each way and the next one, in both orders. Slow tests also compare each way
+    with the free plan."""
     names = list(WAYS)
     pairs = list(zip(names, [*names[1:], names[0]], strict=True))
     pairs += [("free", name) for name in names[2:]]

@@ -1,5 +1,5 @@
-"""Routes in the program: for every set of regions that may be there, the problem in which their
-routes are simply what ops take."""
+"""Routes in the integer program, compared for each set of allowed regions with the problem in which
+ops simply have the costs of their routes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SEEDS = (0, 1, 3, 6, 7)
 
 
 def routed(seed: int, budget: int = AMPLE, *, slowdown: float = 1.0) -> Problem:
-    """As `problem`, where most strategies of most ops have a route through one region or both."""
+    """Return a `problem` in which most strategies of most ops have a route through one region or
+    both."""
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
     routes = {
         (n, s): PeerRoute(
@@ -42,8 +43,8 @@ def routed(seed: int, budget: int = AMPLE, *, slowdown: float = 1.0) -> Problem:
 
 
 def taking(p: Problem, regions: frozenset[int]) -> Problem:
-    """Routes through these are what ops take, and the others are not there; the regions' bytes
-    are taken from the budget."""
+    """Use the routes through the given regions as the costs of their ops, remove the other routes,
+    and subtract the bytes of the regions from the budget."""
     left = {where: route for where, route in p.routes.items() if regions.issuperset(route.regions)}
     return replace(
         at_best(replace(p, routes=left)),
@@ -63,7 +64,7 @@ def by_sets(p: Problem) -> float:
 
 
 def needed(p: Problem) -> int:
-    """Bytes of the best plan without routes."""
+    """Return the bytes of the best plan without routes."""
     plain = replace(p, routes={}, regions=())
     return max(evaluate_choices(plain, solve(plain, gap=0.0)).resting_bytes)
 

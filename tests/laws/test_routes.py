@@ -37,7 +37,8 @@ PLACES = {"4": (LINE, ()), "data beside": (SQUARE, (ddp("data"),))}
 
 
 def profile(share: float | None = 1.0, **how: Any) -> HardwareProfile:
-    """Memory is slow beside the links, so that passes over rows cost as much as to move them."""
+    """Return a profile with slow memory relative to the links, so that passes over rows cost as
+    much as sending them."""
     made = overlapping(
         link_bytes_per_s=3e8, flops_per_s=5e9, kernels={} if share is None else {"moe_route": share}
     )
@@ -180,7 +181,7 @@ def test_with_less_memory_fewer_routes_fit_and_the_plan_says_so() -> None:
 
 
 def test_the_savings_of_routes_are_the_saved_passes_minus_the_loss_of_bandwidth() -> None:
-    """At 0.8 of an all-to-all's bandwidth each loses a quarter of its time."""
+    """At 0.8 of the bandwidth of an all-to-all, each transfer takes a quarter longer."""
     plans = {share: [c for c in routed(planned(share=share)) if c.kernel] for share in (1.0, 0.8)}
     both = {
         share: {(c.node, c.phase, c.kernel.name, c.collective): c for c in cs if c.kernel}
@@ -286,7 +287,7 @@ def test_the_stages_of_a_rank_share_the_memory_of_their_routes(chunks: int) -> N
 
 
 def test_the_cost_of_a_runner_up_includes_the_route_of_the_chosen_strategy() -> None:
-    """Without it, others would seem to be faster than the plan."""
+    """Otherwise, other strategies would seem faster than the plan."""
     plan = make_plan(built()[2], LINE, profile(), PlanOptions(gap=0.0)).plan
     sending = {c.node for c in routed(plan)}
     deltas = [

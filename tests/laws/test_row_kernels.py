@@ -1,5 +1,5 @@
-"""Graphs that are bound for a GPU call kernels of rows where plans have norms and softmaxes, and
-only there; prices know of it."""
+"""Graphs that are bound to a GPU call row kernels exactly where plans have norms and softmaxes, and
+prices include them."""
 
 from __future__ import annotations
 

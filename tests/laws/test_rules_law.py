@@ -1,5 +1,5 @@
-"""Every row of the rule table satisfies the law: split → run → join equals run. The law detects
-wrong rules."""
+"""All rows of the rule table satisfy the law: shard → run → join equals run. The law detects wrong
+rules."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_law_covers_every_row_of_the_table() -> None:
 def test_a_result_of_an_op_with_several_passes_through_getitem() -> None:
     x = real(4, 6)
     call, _ = call_on(operator.getitem, (x, 1), {}, x)
-    assert check_options(call, lambda: [x], 2) == 4  # replicated, two dims, a partial sum
+    assert check_options(call, lambda: [x], 2) == 4  # replicated, two sharded dims, a partial sum
 
 
 R, S0, S1, S2, P = Replicate(), Shard(0), Shard(1), Shard(2), Partial("sum")
@@ -202,8 +202,8 @@ def test_the_law_detects_wrong_strategies(name: str) -> None:
 def in_bounds(
     target: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], mesh_shape: Any, rank: Any
 ) -> Any:
-    """`trial.run`, but torch's CPU kernels, which add where a pooling's indices say and check
-    nothing, never leave their memory."""
+    """Run like `trial.run`, but raise an error for an index of a pooling that is out of bounds,
+    which the CPU kernels of torch do not check."""
     pooled = {
         aten.max_pool2d_with_indices_backward.default: 2,
         aten.max_pool3d_with_indices_backward.default: 3,
@@ -221,7 +221,7 @@ def in_bounds(
 def test_the_law_detects_arguments_that_are_not_localized(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every localizer is needed by some case."""
+    """Each localizer is needed by some case."""
     monkeypatch.setattr(localization, "LOCALIZERS", {})
     monkeypatch.setattr(trial, "run", in_bounds)
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Every node of the four models' graphs has a rule, and every strategy of it reproduces the node on
-the values that it meets there."""
+"""All nodes of the graphs of four models have a rule, and all strategies reproduce the node on its
+values in the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _known: dict[str, tuple[Trace, dict[fx.Node, Any]]] = {}
 
 
 def traced(name: str) -> tuple[Trace, dict[fx.Node, Any]]:
-    """The trace of a one-layer model in fp64, and the value of every node."""
+    """Return the trace of a one-layer model in fp64, and the value of each node."""
     if name not in _known:
         model, batch = getattr(zoo_small, name)(num_layers=1, dtype=torch.float64)
         trace = capture(model, (), batch)

@@ -73,7 +73,7 @@ def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
 
 
 def moved(plan: Plan, phase: str, kind: str, axis: int = 0) -> Counter[int]:
-    """How many collectives of a kind move how many elements of the whole."""
+    """Return the number of collectives of a kind by the number of elements of the full tensor."""
     size = plan.mesh.shape[axis]
     steps = [(step.phase, step.collective) for _, step in plan.steps()]
     return Counter(
@@ -84,7 +84,7 @@ def moved(plan: Plan, phase: str, kind: str, axis: int = 0) -> Counter[int]:
 
 
 KINDS = ("gpt2", "llama", "bert", "t5", "mixtral")
-REFUSED = {("t5", "context"), ("mixtral", "context")}  # by context parallelism alone, too
+REFUSED = {("t5", "context"), ("mixtral", "context")}  # also refused by context parallelism alone
 PAIRS = [
     (kind, way)
     for kind in KINDS
@@ -111,9 +111,9 @@ def test_three_devices_shard_a_divisible_sequence(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_each_all_reduce_becomes_an_all_gather_and_a_reduce_scatter(kind: str) -> None:
-    """Per layer two of each in forward; in backward two reduce-scatters, and the gathers of two
-    gradients; with those of the embedding and the head one more (Korthikanti et al., 2022, section
-    4.2.2). Nothing as large as the stream is all-reduced."""
+    """Each layer has two of each in forward; in backward, two reduce-scatters and the gathers of
+    two gradients. Embedding and head add one (Korthikanti et al., 2022, section 4.2.2). No tensor
+    of the size of the stream is all-reduced."""
     plan, stream = planned(kind, "alone")[0].plan, B * S * H
     chains = 2 * LAYERS + 1
     assert moved(plan, "forward", "all_gather")[stream] == chains
@@ -136,7 +136,8 @@ def plan_of(kind: str, **options: Any) -> Planned:
 
 
 def sent(plan: Plan, phase: str) -> int:
-    """Twice the elements of the stream's size that a device sends on two devices."""
+    """Return twice the number of elements of tensors of the size of the stream that a device sends,
+    on two devices."""
     times = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
     return sum(
         count * times[kind]

@@ -21,13 +21,13 @@ from autopar.capture import capture, capturing
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """In place of the one that shares captures between tests."""
+    """Replace the fixture that shares captures between tests."""
 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each model that was traced; captures are shared while the test runs, in this
-    process only."""
+    """Return a list with one entry per traced model. Captures are shared in this process while the
+    test runs."""
     seen: list[str] = []
 
     def counted(model: nn.Module, *rest: Any) -> Any:
@@ -68,8 +68,8 @@ def test_a_shared_capture_equals_a_new_capture_and_has_its_own_graph(
 
 
 class Scaled(nn.Module):
-    """A linear layer and a mean; `by` and `how` are plain attributes, which no tensor and no
-    printed module shows."""
+    """A linear layer and a mean. `by` and `how` are plain attributes, which appear in no tensor and
+    not in the printed module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_capture_written_by_another_process_equals_a_new_capture(
     monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
     model, batch = getattr(zoo_small, kind)()
     fresh = capture(model, (), batch)
-    shared_captures._kept.clear()  # as in another process
+    shared_captures._kept.clear()  # simulate another process
     read = capture(model, (), batch)
     assert len(traced) == 1
     assert_same_trace(fresh, read)
@@ -189,7 +189,7 @@ def test_a_capture_written_by_another_process_equals_a_new_capture(
 
 
 def _sharing(trace: Any) -> list[int]:
-    """For each tensor the number of its storage, in the order in which they first come."""
+    """Return the number of the storage of each tensor, in the order of their first use."""
     numbers: dict[int, int] = {}
     values = [
         n.meta["val"] for n in trace.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
@@ -210,7 +210,7 @@ def test_models_without_a_stable_key_are_traced_in_each_process(
     monkeypatch.setenv(stored_captures.FOLDER, str(tmp_path))
 
     class Hidden(Scaled):
-        """Of no name that another process would find."""
+        """A class that another process cannot find by its name."""
 
     with pytest.raises(stored_captures.Untold):
         words(kind=Hidden)

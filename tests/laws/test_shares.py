@@ -54,7 +54,7 @@ def planned(name: str) -> Plan:
 
 
 def stages_of(plan: Plan) -> tuple[tuple[Plan, ...], float]:
-    """Its stages, and microbatches per rank."""
+    """Return the stages of a plan and the number of microbatches per rank."""
     if plan.pipeline is None:
         return (plan,), 1.0
     return plan.pipeline.stages, plan.pipeline.num_microbatches / (
@@ -131,7 +131,7 @@ def test_layouts_are_compared_by_axis_names_and_stages_are_shown() -> None:
     said = {change.module: change.said for change in found.changes}
     assert (
         said["lm_head"][-1] == "all devices → stage 1"
-    )  # fsdp over data in both; the axis that one lacks is whole there
+    )  # fsdp over data in both; tensors are replicated over the axis that one plan lacks
     assert said["model.layers.*.self_attn.q_proj [0]"][-1] == "all devices → stage 0"
     assert said["model.layers.*.self_attn.q_proj [1-3]"][-1] == "all devices → stage 1"
     moved = {

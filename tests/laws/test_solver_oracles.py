@@ -1,4 +1,4 @@
-"""The solver compared with brute force, on generated small problems with real layout graphs and
+"""The solver compared with brute force, on small generated problems with real layout graphs and
 random prices."""
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
 PARTIALS = {LINE: "P", SQUARE: "R P"}
-NUM_LAYOUTS = 3  # an op has a strategy for so many results; on a line these are all
+NUM_LAYOUTS = 3  # number of result layouts of an op; on a line, these are all layouts
 AMPLE = 2**40
-W, X, A, B, GRADIENT = range(5)  # variants; A and B are what forward makes
+W, X, A, B, GRADIENT = range(5)  # variants; A and B are results of forward
 Point = tuple[int, float]  # bytes, seconds
 Held = tuple[
     int, int, "Seconds"
-]  # bytes kept of one instance, bytes stored of it on the hosts, communication of all
+]  # kept bytes of one instance, its bytes on the hosts, communication of all instances
 Seconds = tuple[
     float, float, float, float, float
-]  # alone; compute in forward, in backward; what runs beside it in forward, in backward
+]  # alone; compute in forward, in backward; overlapped communication in forward, in backward
 Chosen = tuple[int, ...]
 
 
@@ -76,16 +76,15 @@ def problem(
     hosts: float | None = None,
     unasked: bool = False,
 ) -> Problem:
-    """x → a → b; backward c reads a and b and makes the gradient of the parameter that a reads; a
-    and c stand for two each.
+    """Return the problem of x → a → b, where c in backward reads a and b and returns the gradient
+    of the parameter that a reads. a and c have two instances each.
 
-    Where communication runs beside compute, slices take time too, and in every other problem b may
-    not run again, so that what is kept of it is there when backward begins.
+    With overlap, slices take time, and in every other problem b may not be recomputed, so that its
+    kept layouts exist when backward starts.
 
     Args:
-        hosts: what forward makes may wait on the hosts, which have room for this share of it all;
-            None for no hosts.
-        unasked: where backward runs a again it reads no x.
+        hosts: share of the results of forward that fits into host memory; None for no hosts.
+        unasked: whether a recomputation of a does not read x.
     """
     rng = random.Random(seed)
     possible = all_layouts(SHAPE, mesh)
@@ -168,7 +167,7 @@ def _to_host(rng: random.Random, layout: Layout) -> float:
 
 
 def seconds_of(p: Problem, phase: str, time_s: float, how: str) -> Seconds:
-    """Of one piece of work: ``compute``, ``beside`` or ``alone``."""
+    """Return the seconds of one piece of work: ``compute``, ``beside`` or ``alone``."""
     late = phase == "backward"
     if how == "alone":
         return (time_s, 0.0, 0.0, 0.0, 0.0)
@@ -183,7 +182,8 @@ def seconds_of(p: Problem, phase: str, time_s: float, how: str) -> Seconds:
 
 
 def step_s(p: Problem, parts: Iterable[Seconds]) -> float:
-    """Communication beside compute takes s of its time from it, and is not shorter than itself."""
+    """Return the seconds of a step. Overlapped communication takes a share s of its time from
+    compute, and the step is not shorter than the communication."""
     alone, *rest = map(sum, zip((0.0,) * 5, *parts, strict=True))
     forward, backward, sent_forward, sent_backward = rest
     s = p.overlap_slowdown
@@ -195,7 +195,8 @@ def step_s(p: Problem, parts: Iterable[Seconds]) -> float:
 
 
 def runs_beside(p: Problem, v: int, late: bool) -> bool:
-    """w and x rest; only w reads its gradient; b is kept where it may not run again."""
+    """Return whether the collectives of a variant overlap. w and x are stored; only w reads its
+    gradient; b is kept if it may not be recomputed."""
     return (
         v in (W, X)
         or (v == GRADIENT and not late)
@@ -204,7 +205,8 @@ def runs_beside(p: Problem, v: int, late: bool) -> bool:
 
 
 def _moment(ops: tuple[Op, ...], rng: random.Random, *, stored: bool = False) -> MemoryPoint:
-    """A point of the step at which one op runs and some instances of what forward made are kept."""
+    """Return a moment of the step at which one op runs and some instances of the results of forward
+    are kept."""
     running = rng.choice((2, 3, 4))
     sizes = tuple(rng.choice((16, 32, 64, 96)) for _ in ops[running].strategies)
     again = tuple(
@@ -224,8 +226,8 @@ def peak_of(
     kept: list[int],
     stored: list[int] | None = None,
 ) -> int:
-    """The most that rests at the start of backward, at its end, or at a moment; `kept` is bytes per
-    instance of each variant, `stored` those on the hosts."""
+    """Return the largest memory at the start of backward, at its end, or at a moment. `kept` is
+    bytes per instance of each variant, `stored` the bytes on the hosts."""
     rows = [(op.count, op.strategies[s]) for op, s in zip(p.ops, strategies, strict=True)]
     static, gradient = (
         sum(n * getattr(s, name) for n, s in rows) for name in ("static_bytes", "gradient_bytes")
@@ -245,17 +247,17 @@ def peak_of(
 
 @dataclass
 class BruteForce:
-    """Every choice there is. Given strategies and recomputation, which versions are kept is chosen
-    for each variant on its own; so what each variant can come to is found once for all choices of
-    the ops that touch it."""
+    """All choices. Given strategies and recomputation, the kept versions of each variant are chosen
+    independently, so that the options of each variant are computed once for all choices of the ops
+    that use it."""
 
     p: Problem
     _known: dict[tuple[object, ...], list[Held]] = field(default_factory=dict)
     _found: dict[tuple[object, ...], list[Seconds]] = field(default_factory=dict)
 
     def front(self) -> tuple[Point, ...]:
-        """The cheapest plan of each peak that no plan of a smaller peak undercuts, by rising
-        peak."""
+        """Return the cheapest plan of each peak that is cheaper than all plans with smaller peaks,
+        in ascending order of the peak."""
         best: dict[int, float] = {}
         again = [n for n, op in enumerate(self.p.ops) if op.recomputable]
         for strategies in itertools.product(*(range(len(op.strategies)) for op in self.p.ops)):
@@ -299,12 +301,12 @@ class BruteForce:
                 yield peak, step_s(self.p, (done, *(t for _, _, t in held)))  # type: ignore[arg-type]
 
     def _variant(self, v: int, strategies: Chosen, recomputed: dict[int, int]) -> list[Held]:
-        """For every set of versions that may be kept."""
+        """Return the options for each set of kept versions."""
         variant = self.p.variants[v]
         touching = (
             variant.value,
             *(use.op for use in variant.uses),
-        )  # here value v is made by op v
+        )  # value v is the result of op v
         key = (v, *((n, strategies[n], recomputed.get(n)) for n in touching))
         if key not in self._known:
             self._known[key] = _least(self._held(v, strategies, recomputed))
@@ -359,8 +361,7 @@ class BruteForce:
                 yield sizes[0], sizes[1], tuple(map(sum, zip(*moves, *copies, strict=True)))  # type: ignore[misc]
 
     def _trees(self, v: int, sources: set[int], wanted: set[int], *, late: bool) -> list[Seconds]:
-        """What each set of collectives takes that makes what is wanted, but those that another
-        undercuts."""
+        """Return the undominated times of all sets of collectives that give the wanted layouts."""
         variant = self.p.variants[v]
         value, key = self.p.values[variant.value], (v, frozenset(sources), frozenset(wanted), late)
         if key not in self._found:
@@ -391,17 +392,17 @@ class BruteForce:
 def trees(
     arcs: Sequence[tuple[int, int, Seconds]], sources: set[int], wanted: set[int]
 ) -> list[Seconds]:
-    """The seconds of trees that lead from any of the sources to all that is wanted, but those that
-    others undercut; none where none does.
+    """Return the undominated seconds of trees from any source to all wanted layouts; empty if there
+    are none.
 
-    By the set of wanted layouts and where a tree begins, from what smaller sets take, and over one
-    arc more, as often as that adds some.
+    The times are computed by the set of wanted layouts and the start of a tree, from smaller sets
+    and from one additional arc, until nothing changes.
     """
     targets = sorted(wanted - sources)
     nothing: Seconds = (0.0,) * 5
     arcs = [
         (-1 if a in sources else a, b, seconds) for a, b, seconds in arcs if b not in sources
-    ]  # all sources are one
+    ]  # all sources count as one
     nodes = {-1, *targets, *(b for _, b, _ in arcs)}
     best: dict[int, dict[int, list[Seconds]]] = {0: {at: [nothing] for at in nodes}}
     for some in range(1, 1 << len(targets)):
@@ -436,7 +437,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 
 
 def _least(found: Iterable[T]) -> list[T]:
-    """Those that no other undercuts, in order."""
+    """Return the undominated points in order."""
     left: list[T] = []
     for each in sorted(dict.fromkeys(found), key=_flat):
         if not any(_no_more(_flat(other), _flat(each)) for other in left):
@@ -496,14 +497,14 @@ def front(case: Case) -> tuple[Point, ...]:
 
 
 def needs(p: Problem, found: Solution) -> int:
-    """The peak of a plan, counted as brute force counts it."""
+    """Return the peak of a plan, counted as in brute force."""
     return peak_of(
         p, found.strategies, dict(found.recomputed), kept_of(p, found), stored_of(p, found)
     )
 
 
 def kept_of(p: Problem, found: Solution) -> list[int]:
-    """Bytes kept of an instance of each variant."""
+    """Return the kept bytes of an instance of each variant."""
     sizes = []
     for v, variant in enumerate(p.variants):
         value = p.values[variant.value]
@@ -516,7 +517,7 @@ def kept_of(p: Problem, found: Solution) -> list[int]:
 
 
 def stored_of(p: Problem, found: Solution) -> list[int]:
-    """Bytes of an instance of each variant that wait on the hosts."""
+    """Return the bytes of an instance of each variant on the hosts."""
     return [
         sum(map(p.values[x.value].host_bytes, found.kept.get(v, ())))
         for v, x in enumerate(p.variants)
@@ -525,8 +526,8 @@ def stored_of(p: Problem, found: Solution) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_collectives_within_ops_are_not_overlapped(seed: int) -> None:
-    """Up to all of an op's time is its own collectives'; where too little compute is left to
-    hide the rest, the bound may be lower."""
+    """The collectives inside an op take up to all of its time. If the remaining compute cannot hide
+    the other communication, the bound may be lower."""
     shares, p = random.Random(seed), problem(seed, LINE, slowdown=0.4)
     ops = [
         (
@@ -590,9 +591,7 @@ OFTEN_BESIDE = [
     for mesh in (LINE, SQUARE)
     for slowdown in (0.4, 0.0)
 ]
-HALVED = Case(
-    6, LINE, slowdown=0.0
-)  # half of one tree and half of another would cost less than either
+HALVED = Case(6, LINE, slowdown=0.0)  # a mixture of two trees would cost less than either
 SLOW = [
     Case(seed, mesh, m) for mesh in (LINE, SQUARE) for seed in range(3, 40) for m in (False, True)
 ]
@@ -697,8 +696,7 @@ def test_given_choices_use_the_trees_with_the_shortest_step(
 def test_with_host_memory_the_step_and_the_bound_enclose_the_optimum(
     case: Case,
 ) -> None:
-    """Where the room on the hosts binds, what is proven may be lower: no multiplier speaks of
-    it."""
+    """If host memory is the limit, the bound may be lower, since no multiplier represents it."""
     stored = 0
     for budget, best in (*front(case), (AMPLE, front(case)[-1][1])):
         p = case.problem(budget)
@@ -1009,8 +1007,8 @@ print(tight.dumps())
 def test_choices_and_plans_are_deterministic_across_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a new one, whose sets have orders of their own, as in this one, where much was planned
-    before."""
+    """A new process, whose sets have another order, gives the same results as this process, which
+    has planned much before."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -1025,7 +1023,7 @@ def test_choices_and_plans_are_deterministic_across_processes(
     ).stdout
     monkeypatch.setattr(
         time, "monotonic", time.monotonic
-    )  # the code's own is not for what comes after
+    )  # restored after the test, since the code changes it
     exec(compile(SAME, "same", "exec"), {})
     assert "memory binds: True" in there and '"entries"' in there
     assert capsys.readouterr().out == there

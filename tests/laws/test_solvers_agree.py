@@ -1,5 +1,5 @@
-"""Programs of small models solved by the live model of HiGHS and by CBC through PuLP: plans with
-the same objective, and bounds below both."""
+"""Programs of small models solved by the live model of HiGHS and by CBC through PuLP give plans
+with the same objective, and bounds below both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H100 = HardwareProfile.load("h100-sxm")
 GAP = 0.001
 MESHES = {"line": Mesh({"a": 2}), "square": Mesh({"a": 2, "b": 2})}
 FAST = {("gpt2", "line"), ("llama", "line")}
-CASES = (*sorted(FAST), ("gpt2", "square"))  # of Llama on the square, CBC takes minutes
+CASES = (*sorted(FAST), ("gpt2", "square"))  # CBC takes minutes for Llama on the square mesh
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_another_solver_finds_the_objective_of_the_plan_in_its_lp_file(
 
 
 def read_back(path: Path) -> tuple[str, float]:
-    """Status and objective of a file in LP format, by the CBC that comes with PuLP, which reads
-    the file itself."""
+    """Return the status and objective of a file in LP format, solved by the CBC of PuLP, which
+    reads the file itself."""
     import subprocess
 
     answer = path.with_suffix(".sol")

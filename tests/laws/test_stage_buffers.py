@@ -1,5 +1,5 @@
-"""Buffers of a pipeline: each change is made in the one stage that holds the buffer, or the
-model is not cut there."""
+"""Buffers of a pipeline: each change happens in the single stage that has the buffer, or the model
+is not cut there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LINE = Mesh({"a": 2})
 
 
 class SharedNorm(nn.Module):
-    """One batch norm behind every layer: its statistics change four times a step."""
+    """A batch norm that is used after each layer, so that its statistics change four times per
+    step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +33,8 @@ class SharedNorm(nn.Module):
 
 
 class Spectral(nn.Module):
-    """A weight that is divided by its largest singular value, of which a power iteration keeps
-    vectors."""
+    """A weight divided by its largest singular value, whose power iteration keeps vectors in
+    buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Spectral(nn.Module):
 
 
 class Traced(nn.Module):
-    """A running mean of what two layers make, read by none."""
+    """A running mean of the results of two layers that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Traced(nn.Module):
 
 
 class Replaced(nn.Module):
-    """A buffer that the second layer fills anew and nothing reads."""
+    """A buffer that the second layer overwrites and nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The stages of any cut compute the results of the whole trace."""
+"""The stages of all cuts give the results of the full trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A trace, its tensors in float64, and what the whole trace computes."""
+    """A trace, its tensors in float64, and the results of the full trace."""
 
     trace: Trace
     tensors: dict[str, Tensor]
@@ -76,7 +76,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def worst(s: Subject, positions: list[int]) -> float:
-    """The largest error of the stages' outputs, gradients and buffers."""
+    """Return the largest error of the outputs, gradients and buffers of the stages."""
     one = torch.ones((), dtype=torch.float64)
     outputs, gradients, buffers = run_stages(
         cut_trace(s.trace, positions), s.tensors, s.tensors, s.inputs, one
@@ -129,7 +129,7 @@ def test_only_the_residual_stream_and_its_gradient_cross_a_cut() -> None:
     }
     assert sum(len(t.parameters) for t in made.stages) == len(
         s.trace.parameters
-    )  # none is held twice
+    )  # no tensor is held twice
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_a_skip_connection_is_transferred_through_the_stages_between() -> None:
 def test_backward_ops_are_placed_so_that_the_fewest_bytes_cross(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Broken on purpose: without the minimum cut a gradient finds no carrier, or more crosses
-    than need to."""
+    """Without the minimum cut, a gradient cannot be transferred, or more bytes cross than
+    necessary."""
     s = subject("t5")
     points = [p.position for p in cut_points(s.trace)]
     assert len(cut_trace(s.trace, points[3:4]).boundaries) == 1
@@ -172,8 +172,8 @@ def test_backward_ops_are_placed_so_that_the_fewest_bytes_cross(
 
 
 class Reversed(nn.Module):
-    """Its second half's weights enter the first half's backward: the loss multiplies the first
-    half's result with the last one's."""
+    """A model in which backward of the first half needs weights of the second half: the loss
+    multiplies the results of both halves."""
 
     def __init__(self) -> None:
         super().__init__()

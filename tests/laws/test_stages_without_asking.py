@@ -18,14 +18,14 @@ MESH = autopar.Mesh({"node": 4, "gpu": 2}, devices_per_node=2)
 
 
 class WithOutputs(Mlp):
-    """Returns more than its loss."""
+    """A model that returns more than its loss."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return {"loss": super().forward(x), "x": x * 2}
 
 
 def slowed(times: float) -> HardwareProfile:
-    """H100s whose links between nodes are so many times as slow."""
+    """Return H100s whose links between nodes are slower by a factor."""
     links = dict(H100.links)
     links["inter"] = replace(
         links["inter"],

@@ -1,6 +1,6 @@
-"""Stages of a model that returns no loss: forwards of all microbatches, then backwards from
-whatever is computed of whole outputs; and forward alone. Outputs and gradients are the plain
-model's, memory and time what plans say, and changed plans are refused."""
+"""Stages of a model that returns no loss: forward of all microbatches, then backward from losses of
+the full outputs; and forward only. Outputs and gradients match the plain model, memory and time
+match the plan, and changed plans are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.plans import Plan, forward_load
 from autopar.program.executor import Unused
 from autopar.program.program import Microbatches
 
-TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
+TOLERANCE = 1e-6  # parts of the models compute in float32
 MESH = Mesh({"stage": 2, "data": 2})
 
 
@@ -259,7 +259,7 @@ def test_wrong_tangents_of_microbatches_are_detected(
 
 
 def test_a_schedule_that_does_not_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan that agrees with itself in all else."""
+    """The plan is consistent in all other respects."""
     model, batch = built("layers")
     with monkeypatch.context() as patched:
         patched.setattr(

@@ -1,7 +1,7 @@
-"""Gradients that are added uncast to wider sums over microbatches: bitwise equal, with fewer
-bytes moved and allocated.
+"""Gradients that are added without a cast to wider sums over microbatches: results are bitwise
+equal, with less communication and memory.
 
-The reference is the program that casts first, and the model.
+The references are the program that casts first, and the model.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def stages_of(plan: Plan) -> tuple[Plan, ...]:
 
 
 def uncast_of(plan: Plan) -> Iterator[tuple[str, Layout]]:
-    """Parameters whose gradients are added uncast, and how."""
+    """Return the parameters whose gradients are added without a cast, and how."""
     for stage in stages_of(plan):
         for key, strategy in stage.node_choices().items():
             if key.endswith("/parameter") and strategy.inputs and strategy.inputs[0].uncast:
@@ -102,7 +102,7 @@ def uncast_of(plan: Plan) -> Iterator[tuple[str, Layout]]:
 
 
 def casting(program: Program) -> Program:
-    """The program with a cast before every addition."""
+    """Return the program with a cast before each addition."""
     stages = []
     for stage in program.stages:
         graph = fx.Graph()
@@ -185,7 +185,7 @@ def test_gradients_reduced_in_every_microbatch_are_cast_first(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None:
-    """What the graphs read and write, counted on the tensors of the lockstep run."""
+    """The bytes that the graphs read and write are counted on the tensors of the lockstep run."""
     made, program, model, batch = planned("llama", way, optimizer="none")
     counted_s, sizes = 0.0, dict[fx.Node, tuple[int, torch.dtype]]()
 
@@ -194,7 +194,9 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
         if isinstance(results[0], Tensor):
             sizes[node] = results[0].numel(), results[0].dtype
         if node.target is add_to:
-            passes = 2 if node in seen else 1  # the first microbatch writes the sum
+            passes = (
+                2 if node in seen else 1
+            )  # the first microbatch writes the sum without reading it
             moved = passes * size_of(node.args[0]) + size_of(node.args[1])
             counted_s += compute_time(Work(0, moved, "elementwise"), torch.float32, H100) / NUM
         if node.target is _cast and node.meta.get("key", "") in casts and node not in seen:
@@ -223,7 +225,7 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
                 priced_s += entry.time_s * len(entry.instances)
     for tensor in (
         t for stage in program.stages for t in stage.parameters
-    ):  # read once a step, to be cast for what reads it
+    ):  # read once per step for the cast
         num = torch.Size(
             local_shape(tensor.view, tensor.layout, program.stages[0].mesh.shape)
         ).numel()
@@ -232,7 +234,8 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
 
 
 def measured_peak(program: StageProgram, batch: dict[str, Tensor]) -> int:
-    """Of a step on real tensors, with groups that move nothing, without the batch."""
+    """Return the peak of a step on real tensors without the batch, with process groups that do
+    nothing."""
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
         return [
@@ -270,7 +273,7 @@ def measured_peak(program: StageProgram, batch: dict[str, Tensor]) -> int:
         for number in range(NUM):
             work.forward(number)
             work.backward(number)
-        joined = put_together(work)  # the losses of microbatches, into one
+        joined = put_together(work)  # the losses of the microbatches are joined
         gradients = work.finish()
         assert {g.dtype for g in gradients} == {torch.float32}
         del gradients, joined
@@ -289,7 +292,7 @@ def test_the_predicted_peak_of_microbatches_without_casts_equals_the_measured_pe
 
 
 class Square(nn.Module):
-    """A product whose weight is all there is to hold."""
+    """A product whose weight takes almost all of the memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +324,7 @@ def test_the_wide_copy_of_a_gradient_is_not_allocated(
         4 * 512**2,
         2 * 512**2,
         2 * 2 * 2 * 2 * 512,
-    )  # these are gone when the product of them is cast
+    )  # freed before their product is cast
     assert casting.prediction.peak_bytes - plan.prediction.peak_bytes == wide - factors
 
     def takes(num_bytes: int, dtype: torch.dtype) -> float:
@@ -357,8 +360,8 @@ def test_a_budget_without_the_wide_copy_suffices() -> None:
 
 
 def test_no_memory_row_counts_a_copy_that_is_not_made() -> None:
-    """What certainly lives at a moment, by the planner's rows and the certificate's, is no more
-    than what the program holds at most."""
+    """The memory that certainly exists at a moment, by the rows of the planner and of the
+    certificate, is at most the peak of the program."""
     trace = capture(Square(), (), {"x": torch.zeros(2, 2, 512)}, precision=BF16)
     priced = price(
         trace,
@@ -451,7 +454,7 @@ def test_an_addition_that_overwrites_is_detected(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_stages_that_share_a_weight_cast_their_parts_of_its_gradient() -> None:
-    """As the model without stages does, for which the bound over all cuts speaks."""
+    """The model without stages does the same, which the bound over all cuts assumes."""
     model, batch = zoo_small.gpt2()
     mesh, constraints = Mesh({"stage": 2, "data": 2}), (pipeline("stage", microbatches=NUM),)
     made = plan_model(
@@ -469,8 +472,8 @@ def test_stages_that_share_a_weight_cast_their_parts_of_its_gradient() -> None:
 
 
 class Shares(nn.Module):
-    """Equal layers, of which the first two have one weight: its gradient has two terms, those of
-    the others are cast alone."""
+    """Equal layers, the first two of which share a weight: its gradient has two terms, and only the
+    other gradients are cast directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -508,7 +511,7 @@ def test_only_gradients_of_layers_without_shared_weights_are_added_uncast(
 
 
 class Scaled(nn.Module):
-    """The gradient of its weight is the sum of the samples."""
+    """A model whose gradient of the weight is the sum of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +529,7 @@ class Scaled(nn.Module):
 def test_sums_of_16_bit_gradients_are_communicated_in_fp32(
     samples: tuple[int, ...], num_microbatches: int
 ) -> None:
-    """Each sample is a bf16 number, and so is 1, their sum; the 257 of some of them is none."""
+    """All samples and their sum 1 are bf16 numbers, but the partial sum 257 is not."""
     model, batch = (
         Scaled(),
         {"x": torch.tensor(samples, dtype=BF16)[:, None].expand(-1, 16).contiguous()},

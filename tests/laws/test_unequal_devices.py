@@ -30,7 +30,7 @@ H100, A100 = HardwareProfile.load("h100-sxm"), HardwareProfile.load("a100-sxm-80
 
 
 def device(base: str, name: str, **figures: float) -> HardwareProfile:
-    """A profile with other figures, by name of the field."""
+    """Return a profile with changed fields."""
     data = json.loads(json.dumps(HardwareProfile.read(base)))
     data["name"] = name
     for field, value in figures.items():
@@ -39,7 +39,7 @@ def device(base: str, name: str, **figures: float) -> HardwareProfile:
 
 
 def slower(base: str, name: str, factor: float) -> HardwareProfile:
-    """A device that takes so many times as long for each op."""
+    """Return a device on which each op takes `factor` times as long."""
     data = HardwareProfile.read(base)
     peaks = data["peak_flops_per_s"]
     data = {
@@ -85,7 +85,7 @@ def made(
 
 
 def layers(plan: Plan) -> list[int]:
-    """How many each stage has, of six."""
+    """Return the number of layers of each stage, of six."""
     assert plan.pipeline is not None
     edges = [
         0,
@@ -123,7 +123,7 @@ def test_no_other_cut_is_faster_on_unequal_devices(net: Built, case: str) -> Non
 def steps_of_all_cuts(
     built: Built, along: Sequence[HardwareProfile], num: int
 ) -> dict[tuple[str, ...], float]:
-    """The step for each way to cut the model; without those that do not fit."""
+    """Return the step of each cut of the model that fits."""
     with pytest.raises(ConstraintError) as told:
         made(built, {"stage": along}, num=num, cuts=["nowhere"] * (len(along) - 1))
     names = told.value.remedy.removeprefix("the model can be cut at ").split(", ")
@@ -467,7 +467,7 @@ def test_a_plan_is_repriced_on_unequal_devices_and_back(net: Built, mixed: Plan)
 
 @pytest.mark.slow
 def test_a_stage_with_almost_no_compute_is_certified() -> None:
-    """Its backward hands on what came: the time of crossing is no compute."""
+    """Its backward passes its input on. The time of crossing is not compute."""
     model, batch = zoo_small.gpt2(num_layers=4)
     devices = {"stage": ["h100-sxm", "a100-sxm-80gb", "cpu-gloo"]}
     stages = (pipeline("stage", microbatches=4),)

@@ -1,5 +1,5 @@
-"""Dims that are not divisible by an axis: they are sharded unevenly, priced by the largest shard,
-and computed exactly."""
+"""Dims that are not divisible by an axis are sharded unevenly, priced by the largest shard, and
+computed exactly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_only_one_axis_may_split_unevenly_and_no_shard_is_empty() -> None:
         return Layout.parse(layout).fits(shape, (2, 4))
 
     assert fits("R S(0)", 7) and fits("S(0) R", 3) and fits("S(0) S(1)", 7, 7)
-    assert not fits("R S(0)", 6)  # 2, 2, 2 and none
+    assert not fits("R S(0)", 6)  # shards of 2, 2, 2 and 0
     assert not fits("S(0) S(0)", 12)
     assert fits("S(0) S(0)", 16)
 

@@ -1,5 +1,5 @@
-"""Outputs that the loss does not use: their gradients are not computed, and other gradients are
-as if the outputs were detached."""
+"""Outputs that the loss does not use: their gradients are not computed, and other gradients are as
+if these outputs were detached."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ OUTPUTS = ("left", "right", "hidden", "joined")
 
 
 class Forked(nn.Module):
-    """Two heads on one body, the body's own result, and both heads' results joined."""
+    """Two heads on one body. Returns the results of both heads and of the body, and the
+    concatenated results of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ def planned(plan: str) -> tuple[nn.Module, Tensor, Trace, Planned]:
 
 
 def pruned(program: StageProgram, absent: tuple[str, ...]) -> tuple[StageProgram, list[str]]:
-    """The program whose backward lacks these tangents, and the parameters that have no gradient
-    then."""
+    """Return the program without these tangents in backward, and the parameters that have no
+    gradient then."""
     given = [n.target for n in program.backward.graph.nodes if n.op == "placeholder"][
         program.num_saved :
     ]

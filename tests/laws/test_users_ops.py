@@ -1,5 +1,5 @@
-"""Models with ops that autopar has no row for: planned by what experiments find, verified, and
-said so in the plan."""
+"""Models with ops without a row in the rule table: rules are discovered, plans are verified, and
+plans name these ops."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def made(model: nn.Module, **options: object) -> autopar.Plan:
 
 
 def ops_of(plan: autopar.Plan) -> tuple[set[str], set[str]]:
-    """Names of the ops whose rule was discovered, and of those that run replicated for want of
-    one."""
+    """Return the names of ops with discovered rules, and of ops that run replicated because they
+    have no rule."""
     return {op for e in plan.entries for op in e.discovered}, {
         fallback.op for e in plan.entries for fallback in e.fallbacks
     }
@@ -140,7 +140,8 @@ def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
 
 
 def test_discovered_splits_are_used() -> None:
-    """Splitting the columns over both axes is forced on the weight: the op has to take it."""
+    """A constraint shards the columns of the weight over both axes, so that the op has to use a
+    discovered strategy."""
     torch.manual_seed(0)
     model = Net(plain)
     plan = made(model, constraints=(autopar.constraints.layout("made", weight="S(1) S(1)"),))
@@ -185,7 +186,7 @@ def test_a_registered_op_is_priced_by_its_flops_like_a_torch_product() -> None:
 
 
 def test_another_flops_function_gives_another_cache_key() -> None:
-    """The cache of plans does not return the plan of other prices."""
+    """The cache does not return a plan with other prices."""
     register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
     keys = set()
     for flops in (None, lambda x, w: 2 * x[0] * x[1] * w[1], lambda x, w: 4 * x[0] * x[1] * w[1]):
@@ -203,7 +204,7 @@ def test_an_op_that_cannot_be_sharded_runs_replicated_and_is_reported() -> None:
         == (set(), {"tests_users_ops.tangled.default", "tests_users_ops.tangled_backward.default"})
         and autopar.verify(plan, model, BATCH).ok
     )
-    wide = Console(file=io.StringIO(), width=400)  # no cell of the table wraps
+    wide = Console(file=io.StringIO(), width=400)  # wide enough that no cell wraps
     with wide.capture() as printed:
         wide.print(autopar.explain(plan))
     text = printed.get()

@@ -1,5 +1,5 @@
-"""Plans repriced on other hardware: on their own hardware they have the predicted time, at half
-the speed they take twice as long, and a plan made there is never slower."""
+"""Plans repriced on other hardware: on their own hardware they have the predicted time, at half of
+the speed they take twice as long, and a plan made for the other hardware is never slower."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Built = tuple[Plan, torch.nn.Module, dict[str, Any]]
 
 
 def scaled(profile: HardwareProfile, times: float) -> HardwareProfile:
-    """Return hardware on which everything takes `factor` times as long."""
+    """Return hardware on which everything takes `times` times as long."""
 
     def slower(curve: Curve) -> Curve:
         return Curve(curve.sizes, tuple(t * times for t in curve.times))
@@ -201,7 +201,7 @@ def test_on_a_mesh_with_other_sizes_the_decisions_are_kept_and_the_bound_is_vali
     trace = capture(model, args, kwargs)
     part, how = planned_part(found.best, model, trace, args, kwargs)
     returned = returned_of(part, how, found.best.options["outputs"])
-    itself = carry_plan(  # a plan of these sizes is what it says
+    itself = carry_plan(  # carried to its own sizes, a plan has its predicted figures
         found.best, part, there, GLOO, options, _bytes_of(trace), returned
     )
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
@@ -209,11 +209,11 @@ def test_on_a_mesh_with_other_sizes_the_decisions_are_kept_and_the_bound_is_vali
 
 
 INTERLEAVED = {"constraints": (megatron(pp=2, zero=2, microbatches=4, chunks=2),)}
-SAME = [*CASES, "interleaved"]  # what is carried to the plan's own axes
+SAME = [*CASES, "interleaved"]  # cases that are carried to their own axes
 
 
 def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
-    """The plan, and what it takes and needs on a mesh of these axes."""
+    """Return the plan, and its time and memory on a mesh of these axes."""
     plan, model, batch = built(name)
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
@@ -262,7 +262,7 @@ def test_forced_decisions_on_another_mesh_have_the_time_of_a_plan_made_there(
     plan, model, batch = built(name)
     found = autopar.what_if(plan, model, batch, mesh=axes)
     assert found.step_s != pytest.approx(plan.prediction.step_s, rel=1e-3)
-    if name == "recomputes":  # which of what may be kept is, is not forced
+    if name == "recomputes":  # the choice of kept tensors is not forced
         assert found.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-2)
     else:
         assert found.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
@@ -271,7 +271,7 @@ def test_forced_decisions_on_another_mesh_have_the_time_of_a_plan_made_there(
     said = [f"axis {name!r} of the plan is not in this mesh: it has size 1 here" for name in gone]
     said += [f"axis {name!r} is new" for name in axes if name not in plan.mesh.names]
     assert len(found.notes) == len(said) and all(start in str(found) for start in said)
-    if gone:  # one that is not there has size 1 there
+    if gone:  # a missing axis has size 1
         assert carry(name, axes | dict.fromkeys(gone, 1))[1:] == (found.step_s, found.peak_bytes)
 
 
@@ -313,7 +313,7 @@ def test_impossible_questions_about_another_mesh_are_refused() -> None:
 
 
 def test_an_op_that_cannot_be_sharded_on_another_mesh_is_named_with_the_tensor() -> None:
-    model, batch = zoo_small.gpt2()  # of 4 samples, 8 over both axes
+    model, batch = zoo_small.gpt2()  # 4 samples do not divide by 8 over both axes
     ask = {
         "example_inputs": batch,
         "hardware": "h100-sxm",

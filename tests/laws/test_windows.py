@@ -1,4 +1,5 @@
-"""Convolution and pooling sharded over space with halos, on geometries drawn by hypothesis."""
+"""Convolution and pooling sharded over spatial dims with halos, on random geometries of
+hypothesis."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MESHES = ((2,), (3,), (2, 2))
 
 
 def spatial(call: Call, mesh_shape: tuple[int, ...], num: int) -> list[Strategy]:
-    """The strategies that split one of the last `num` dims of something."""
+    """Return the strategies that shard one of the last `num` dims of a tensor."""
     first = len(call.inputs[0].shape) - num
     found = []
     for strategy in strategies(call, mesh_shape):
@@ -35,7 +36,7 @@ def spatial(call: Call, mesh_shape: tuple[int, ...], num: int) -> list[Strategy]
 
 
 def lawful(target: Any, args: tuple[Any, ...], mesh_shape: tuple[int, ...], num: int) -> int:
-    """Check them all; how many there were."""
+    """Check all strategies and return their number."""
     result = target(*args)
     call, tensors = call_on(target, args, {}, result)
     found = spatial(call, mesh_shape, num)
@@ -46,8 +47,8 @@ def lawful(target: Any, args: tuple[Any, ...], mesh_shape: tuple[int, ...], num:
 
 @st.composite
 def windows(draw: st.DrawFn) -> Any:
-    """Kernel, stride, dilation and padding of one dim, and a length of which, for most paddings,
-    results are a stride's share."""
+    """Draw the kernel, stride, dilation and padding of one dim, and a length of which, for most
+    paddings, the result has one stride-th."""
     kernel, stride, dilation = (
         draw(st.integers(1, 5)),
         draw(st.integers(1, 3)),
@@ -111,7 +112,7 @@ def test_pooling_over_spatial_shards_equals_the_unsharded_one(
     torch.manual_seed(0)
     x = (
         image(1, 2, h.length, w.length) - 3.0
-    )  # mostly negative: a maximum over zeros beyond the ends would show
+    )  # mostly negative, so that a maximum over zeros beyond the ends is detected
     kernel, stride, padding = (
         [h.kernel, w.kernel],
         [h.stride, w.stride],
@@ -187,7 +188,7 @@ def test_resizing_by_an_integer_factor_keeps_spatial_shards() -> None:
 
 
 def placed(target: Any, *args: Any) -> list[str]:
-    """The operands' layouts where the first spatial dim is split."""
+    """Return the layouts of the operands with a sharded first spatial dim."""
     call, _ = call_on(target, args, {}, target(*args))
     return [", ".join(map(str, s.inputs)) for s in spatial(call, (2,), 2)][:1]
 

@@ -33,7 +33,7 @@ def forgotten() -> Iterator[None]:
 
 
 def lawful(name: str, target: Any, shapes: tuple[SimpleNamespace, ...]) -> None:
-    """Every strategy of the op's cases on two ranks obeys the law."""
+    """Assert that all strategies of the op on two ranks obey the law."""
     torch.manual_seed(0)
     knowledge.forget()
     cases = CASES_OF.get(name, CASES[target])
@@ -47,7 +47,7 @@ def lawful(name: str, target: Any, shapes: tuple[SimpleNamespace, ...]) -> None:
 def caught(
     name: str, target: Any, mutate: Callable[[], None], shapes: tuple[SimpleNamespace, ...]
 ) -> None:
-    lawful(name, target, shapes)  # what the law refuses below is the mutation
+    lawful(name, target, shapes)  # the law refuses only the mutation below
     mutate()
     with pytest.raises(RuleError, match=CAUGHT):
         lawful(name, target, shapes)

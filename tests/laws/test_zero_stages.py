@@ -1,8 +1,8 @@
-"""Parameters kept gathered through a step of several microbatches: the ZeRO stages have the
+"""Parameters that stay gathered during a step of several microbatches: the ZeRO stages have the
 communication of the paper, accumulate in fp32, and match the model.
 
-Ψ elements over P devices, M microbatches; what a device sends, by rings (Rajbhandari et al.,
-"ZeRO", 2020, sections 5 and 7).
+There are Ψ elements on P devices, and M microbatches. Volumes are elements that a device sends in
+ring algorithms (Rajbhandari et al., "ZeRO", 2020, sections 5 and 7).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 MICROBATCHES = 2
 ALONE = replace(
     HardwareProfile.load("h100-sxm"), overlap_slowdown=1.0, hash="alone"
-)  # what is done per use is never hidden
+)  # communication per use is never overlapped
 
 
 def planned(
@@ -61,8 +61,8 @@ def planned(
 
 
 def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
-    """Elements of what is gathered, scattered or reduced along the first axis, by how many
-    collectives, before some share buckets."""
+    """Return the number of elements that are gathered, scattered or reduced along the first axis,
+    and the number of collectives before bucketing."""
     assert made.plan.pipeline is not None
     steps = [(step.phase, step.collective) for _, step in made.plan.pipeline.stages[0].steps()]
     found = [c for p, c in steps if (p, c.kind, c.axis) == (phase, kind, 0)]
@@ -94,7 +94,7 @@ def test_each_zero_stage_has_the_communication_of_the_paper(stage: int) -> None:
     said = {part.sharded[0] for part in breakdown(pipe.stages[0]) if part.weights}
     assert (
         said == {f"ZeRO-{stage}"} if stage < 3 else said <= {"ZeRO-2", "ZeRO-3"}
-    )  # gathered per use, some kept until backward
+    )  # gathered per use, and some copies are kept until backward
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.check(made.plan, model, batch).ok
 
@@ -135,9 +135,9 @@ def test_zero_stages_1_and_2_are_available_for_one_microbatch() -> None:
 def test_with_tensor_parallelism_a_fused_bias_is_kept_and_accumulated_in_shards(
     stage: int, tied: bool
 ) -> None:
-    """By heads the bias rests over both axes in mesh order: once a step it is gathered, and its
-    sums are reduced, through the tensor axis, so that the data axis moves all of it; what is held
-    are parts of the tensor axis, as of all else."""
+    """The bias is stored by heads over both axes in mesh order. Once per step, it is gathered and
+    its sums are reduced through the tensor axis, so that the data axis sends all of it. Like all
+    other parameters, it is kept in shards of the tensor axis."""
     model, batch = zoo_small.gpt2(tie_word_embeddings=tied)
     asked = megatron(dp=2, tp=2, zero=stage)
     made = plan_model(
@@ -152,7 +152,7 @@ def test_with_tensor_parallelism_a_fused_bias_is_kept_and_accumulated_in_shards(
     moves = {name: n * (1 + name.endswith("c_attn.bias")) for name, n in local.items()}
     assert {"transformer.h.0.attn.c_attn.bias", "transformer.wte.weight"} < split
     assert moved(made, "step", "all_gather") == Counter(moves.values())
-    # looked up by what all samples have, its gradient is summed where it is made
+    # looked up by indices that all samples share; its gradient is summed where it is computed
     position = "transformer.wpe.weight"
     reduced = Counter(n for name, n in moves.items() if name != position)
     phases = ("step", "backward") if stage == 1 else ("backward", "step")
@@ -189,14 +189,14 @@ def test_zero_with_pipeline_and_tensor_parallelism() -> None:
         kinds = {c.kind for phase, _, c in stage.collectives if phase == "step"}
         assert (
             "all_gather" in kinds and "reduce_scatter" not in kinds
-        )  # what cannot be cut rests whole, and is reduced once
+        )  # parameters that cannot be sharded are replicated and reduced once
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
 @pytest.mark.slow
 def test_the_planner_keeps_gathered_copies_if_that_is_faster_and_they_fit() -> None:
-    """Where parameters do not fit whole with their optimizer's state: gathered once while the
-    copies fit, else per use."""
+    """Full parameters with their optimizer states do not fit. They are gathered once if the copies
+    fit, otherwise per use."""
     ample = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES)[
         0
     ].plan.prediction.peak_bytes
@@ -205,7 +205,7 @@ def test_the_planner_keeps_gathered_copies_if_that_is_faster_and_they_fit() -> N
         limits = {
             "memory_bytes": int(ample * share),
             "gap": 1e-4,
-        }  # the ways to hold a parameter are near ties
+        }  # the ways to keep a parameter have almost equal costs
         made, _, _ = planned("llama", LINE, hardware=ALONE, num_microbatches=MICROBATCHES, **limits)
         pipe = made.plan.pipeline
         assert pipe is not None
@@ -233,11 +233,11 @@ def test_fully_sharded_parameters_are_not_kept_gathered() -> None:
     )
 
 
-# ── the ways to hold a parameter ──
+# ── the ways to keep a parameter ──
 
 
 class ByBytes(CollectivePrices):
-    """So much for each byte, and for each collective."""
+    """Costs per byte and per collective."""
 
     def __call__(self, c: Collective) -> float:
         return c.bytes * 1e-9 + 1e-6
@@ -260,8 +260,8 @@ def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
 def test_collectives_convert_every_storage_layout_and_every_gradient_sum(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], seed: int
 ) -> None:
-    """On numbers: the parts of a parameter become the parts that are read; partial sums become
-    the parts of the gradient."""
+    """On numbers, the shards of a parameter become the shards that are read, and partial sums
+    become the shards of the gradient."""
     mesh = Mesh({f"axis{i}": n for i, n in enumerate(mesh_shape)})
     moves = StepMoves(mesh_shape, ByBytes(mesh, HardwareProfile.load("h100-sxm")), 2)
     p = Parameter("w", (), "w", shape, shape, torch.float32, True, 0, torch.float32)
@@ -322,8 +322,7 @@ def assert_leads(
 def parts_of(
     whole: torch.Tensor, mesh: Mesh, layout: Layout, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """One tensor per rank. Along partial sums random terms, the last what is missing to the
-    whole."""
+    """Return one tensor per rank. Partial sums are random terms that add up to the full tensor."""
     sharded = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Shard)]
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     plain = Layout(
@@ -352,8 +351,8 @@ def parts_of(
 
 
 def test_a_forced_zero_stage_is_gathered_and_reduced_through_inner_axes() -> None:
-    """Where the axis is the outer splitter of the same dim as another, which stays split for
-    what reads the parameter."""
+    """The axis shards the same dim outside of another axis, over which the parameter stays sharded
+    for its readers."""
     for stage, sums in ((1, "P S(0)"), (2, "S(0) S(0)")):
         found = list(held_ways(Layout.parse("S(0) S(0)"), (2, 2), trained=True, stages={0: stage}))
         assert ("R S(0)", sums) in [(str(w.working), str(w.sums)) for w in found]
@@ -388,11 +387,11 @@ def test_of_two_axes_that_split_a_dim_only_the_inner_one_is_gathered_alone() -> 
     assert all(math.prod(local_shape((8,), w.working, (2, 2))) in (2, 4, 8) for w in found)
 
 
-# ── numbers ──
+# ── numerical results ──
 
 
 class Scale(nn.Module):
-    """loss = Σ w·x: the gradient of w is Σ x, in the dtype of w."""
+    """loss = Σ w·x. The gradient of w is Σ x, in the dtype of w."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -404,8 +403,8 @@ class Scale(nn.Module):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_16_bit_gradients_are_accumulated_in_fp32(zero: int) -> None:
-    """256 + 1 + 1 + 1 is 256 in bfloat16 when added one by one, and 260 when rounded once (259
-    lies between 258 and 260)."""
+    """256 + 1 + 1 + 1 is 256 in bfloat16 if the terms are added one by one, and 260 if the sum is
+    rounded once (259 is between 258 and 260)."""
     x = torch.ones(8, 4, dtype=torch.bfloat16)
     x[0], x[1] = 128, 128
     x[2:] = 0.5
@@ -465,7 +464,8 @@ def test_the_certificate_refuses_changed_communication_once_per_step() -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_may_mix_the_stages_of_zero() -> None:
-    """Nothing is forced: whatever the planner mixes is right, and less memory changes it."""
+    """There are no constraints. All mixtures of the planner are correct, and less memory changes
+    them."""
     mesh = Mesh({"stage": 2, "data": 2})
     made, model, batch = planned("gpt2", mesh, pipeline("stage", microbatches=MICROBATCHES))
     budget = int(made.plan.prediction.peak_bytes * 0.75)

@@ -1,4 +1,5 @@
-"""Outputs and buffers that are zero up to rounding are equal, and larger differences are not."""
+"""Outputs and buffers that are zero up to rounding errors are equal, and larger differences are
+not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from autopar.verification.comparison import Results
 
 
 class Centred(nn.Module):
-    """A batch norm of channels that sum to zero: its running mean is zero."""
+    """A batch norm of channels that sum to zero, so that its running mean is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class Centred(nn.Module):
 
 
 class Sums(nn.Module):
-    """Returns values that are zero beside its loss."""
+    """Returns its loss and values that are zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,8 @@ def test_larger_differences_from_zero_are_not_equal(
 
 
 class NormedTwice(nn.Module):
-    """Batch norm, then two instance norms: the bias of the first has a gradient of noise alone."""
+    """A batch norm followed by two instance norms. The gradient of the first bias consists of
+    rounding errors only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class NormedTwice(nn.Module):
 
 
 def normed_twice() -> tuple[Any, nn.Module, Tensor]:
-    """A plan of the model above on two devices, the model and its batch."""
+    """Return a plan of the model above on two devices, the model and its batch."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = NormedTwice()

@@ -1,6 +1,6 @@
-"""Rules that are wrong on purpose, by what is wrong with them: WRONG[name] is the op and the row it
-gets instead of its own; MISPLACED[name] the op and the local arguments; UNEVEN[name] the same,
-right wherever all parts are equal."""
+"""Deliberately wrong rules by their error. WRONG[name] is an op and the row that replaces its own
+row; MISPLACED[name] an op and its local arguments; UNEVEN[name] likewise, but correct if all shards
+are equal."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def always(text: str, *linear: tuple[int, ...], reduce_op: str = "sum") -> Row:
 
 
 def inner_factor(call: Call) -> Factors:
-    """A view that keeps the last dim of each group split, as if the leading ones were whole."""
+    """A view that shards the last dim of each group, as if the leading dims were replicated."""
     right = f.view(call)
     return Factors((right.inputs[0][1:] + right.inputs[0][:1],), right.outputs, linear=((0,),))
 
 
 def flattened(call: Call) -> Factors:
-    """Any dim of a view that has the size of the one before it."""
+    """Any dim of a view that has the size of the previous one."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     letters = [
         f"d{d}" if d < len(after) and after[d] == size else WHOLE for d, size in enumerate(before)
@@ -47,49 +47,49 @@ def flattened(call: Call) -> Factors:
 
 
 def kept_in_place(call: Call) -> Factors:
-    """A permutation taken for the identity."""
+    """A permutation treated as the identity."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term,), (term,))
 
 
 def selected(call: Call) -> Factors:
-    """The selected dim taken for the last."""
+    """The selected dim treated as the last dim."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term,), (term[:-1],) * len(call.outputs))
 
 
 def sliced(call: Call) -> Factors:
-    """A slice that leaves its dim split."""
+    """A slice that keeps its dim sharded."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term,), (term,))
 
 
 def stacked(call: Call) -> Factors:
-    """The new dim taken for the first."""
+    """The new dim treated as the first dim."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term,) * len(call.inputs), ((WHOLE, *term),))
 
 
 def appended(call: Call) -> Factors:
-    """The dim along which operands are put together split in all of them."""
+    """The dim of the concatenation sharded in all operands."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term,) * len(call.inputs), (term,))
 
 
 def indexed(call: Call) -> Factors:
-    """The indexed dim split with the index."""
+    """The indexed dim sharded with the index."""
     right = f.index(call)
     return Factors((("i0", *right.inputs[0][1:]), *right.inputs[1:]), right.outputs)
 
 
 def gathered(call: Call) -> Factors:
-    """All dims split, that along which it gathers too."""
+    """All dims sharded, including the dim of the gather."""
     term = tuple(f"d{d}" for d in range(len(call.inputs[0].shape)))
     return Factors((term, term), (term,))
 
 
 def searched(call: Call) -> Factors:
-    """All dims in order, whether or not there is one row for all."""
+    """All dims sharded in order, even if all share one row."""
     result = ("d0", WHOLE, WHOLE)[: len(call.outputs[0].shape)]
     return Factors(
         tuple(tuple(f"d{d}" for d in range(len(i.shape))) for i in call.inputs), (result,)
@@ -97,12 +97,12 @@ def searched(call: Call) -> Factors:
 
 
 def spatial_convolution(call: Call) -> Factors:
-    """Rows of pixels split without those that the kernel needs beyond them."""
+    """Rows of pixels sharded without the halo that the kernel needs."""
     return parse("n _ h _, _ _ _ _, _ -> n _ h _", call)
 
 
 def around(change: Callable[[AxisOption], AxisOption], rule: f.Family) -> f.Family:
-    """A row whose options over space are changed."""
+    """A row with changed options over spatial dims."""
     return lambda call: replace(factors := rule(call), further=tuple(map(change, factors.further)))
 
 
@@ -115,14 +115,14 @@ def _halos(option: AxisOption, change: Callable[[Halo], Shard], operand: int = 0
 
 
 def _mirrored(outputs: Callable[[Mirrored], Shard], rule: f.Family, first: Any = None) -> f.Family:
-    """A row whose options of mirrored parts have other outputs, and where it is given another
-    first operand, or whole keys split."""
+    """A row whose options of mirrored shards have other outputs and, if given, another first
+    operand, or sharded keys."""
 
     def change(option: AxisOption) -> AxisOption:
         if not isinstance(option.outputs[0], Mirrored):
             return option
         inputs = option.inputs
-        if first == REPLICATE:  # keys and values as queries lie
+        if first == REPLICATE:  # keys and values with the layout of queries
             inputs = (inputs[0],) * len(inputs)
         elif first is not None:
             inputs = (first, *inputs[1:])
@@ -156,12 +156,12 @@ def swapped_channels(call: Call) -> Factors:
 
 
 def biased_convolution(call: Call) -> Factors:
-    """A bias that every rank adds to its partial sum."""
+    """A bias that each rank adds to its partial sum."""
     return parse("n c _ _, o c _ _, o -> n o _ _", call)
 
 
 def causal_backward(call: Call) -> Factors:
-    """Gradients of key and value not added over the query's parts."""
+    """Gradients of key and value that are not summed over the shards of the query."""
     q = "b h q _"
     return parse(
         f"{q}, {q}, b h _ _, b h _ _, {q}, b h q, {q} -> {q}, b h _ =q _, b h _ =q _", call
@@ -415,7 +415,7 @@ def _convolved_backward(s: Any) -> Built:
 
 
 def _pooled(s: Any) -> Built:
-    """Maxima of negative numbers; as many as there are pixels."""
+    """Maxima of negative numbers, with as many results as pixels."""
     return on(real(s.a, s.b, 4, 4) - 3, [3, 3], [1, 1], [1, 1])
 
 
@@ -442,7 +442,7 @@ CASES_OF: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class FloorStart(Start):
-    """The start of a part if all parts had the size of the shorter ones."""
+    """The start of a shard if all shards had the size of the smaller ones."""
 
     def at(self, mesh_shape: Any, coordinate: Any) -> int:
         [axis] = self.layout.splitters(self.dim)
@@ -464,12 +464,12 @@ def _split(site: Any, operand: int = 0) -> bool:
 
 
 def _unplaced_draw(site: Any) -> Local:
-    """Every rank draws the first part."""
+    """Each rank draws the first shard."""
     return _change(site, shape=site.output_shape())
 
 
 def _shrunk_draw(site: Any) -> Local:
-    """Placed in a whole that has the size of a part."""
+    """A draw placed in a full tensor that has the size of a shard."""
     shape = site.call.outputs[0].shape
     starts = tuple(
         site.start(site.strategy.outputs[0], size, dim) for dim, size in enumerate(shape)
@@ -491,7 +491,7 @@ def _numbered_from(
 
 
 def _per_rank_mean(site: Any) -> Local:
-    """A rank's own average over the number of ranks."""
+    """The average of a rank divided by the number of ranks."""
     call = site.call
     reduced = f.dims_of(argument(call, "dim"), len(call.inputs[0].shape))
     split = [
@@ -516,7 +516,7 @@ def _averaged(
 
 
 def _per_rank_loss(site: Any) -> Local:
-    """A mean loss over the number of elements of the largest part times the number of ranks."""
+    """A mean loss over the number of elements of the largest shard times the number of ranks."""
     call = site.call
     if argument(call, "reduction", 1) != 1 or not _split(site):
         return _change(site)
@@ -542,7 +542,7 @@ def _floor(operand: int, dim: int, sized: bool) -> Callable[[Any], Local]:
 
 
 def _gathering(wrong: Callable[[Any], Local]) -> Callable[[Any], Local]:
-    """Wrong where a rank has all tokens; right where they are dispatched."""
+    """Wrong if a rank has all tokens, but correct if they are dispatched."""
     return lambda site: (
         dispatch.local(site)
         if dispatch.dispatch_axes(site.call, site.strategy.inputs)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import run_processes
-from lit import Classifier, same, trained
+from lit import Classifier, same, train_and_test
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -19,8 +19,10 @@ pytestmark = [
 
 
 def test_two_lightning_processes_log_save_and_resume_as_one(tmp_path: Path) -> None:
-    wanted = trained(tmp_path / "alone", "auto")
-    resumed = trained(tmp_path / "alone" / "again", "auto", tmp_path / "alone" / "epoch=0.ckpt")
+    wanted = train_and_test(tmp_path / "alone", "auto")
+    resumed = train_and_test(
+        tmp_path / "alone" / "again", "auto", tmp_path / "alone" / "epoch=0.ckpt"
+    )
     ranks = run_processes(
         2, str(Path(__file__).parent / "worker_lightning.py"), "run", str(tmp_path)
     )

@@ -13,7 +13,7 @@ import transformers
 from harness import run_processes
 from peft import PeftModel
 from safetensors.torch import load_file
-from trained import BUILD, CLIPPED, Tagger, data, samples, settings, sum_of_logits, told
+from trained import BUILD, CLIPPED, Tagger, data, log_of, samples, settings, sum_of_logits
 from worker_trainer import SAVED, loop
 
 pytestmark = pytest.mark.multiproc
@@ -30,7 +30,7 @@ def wanted(folder: Path, kind: str) -> list[dict[str, float]]:
     )
     trainer.train()
     trainer.save_model(str(folder / "end"))
-    return told(trainer)
+    return log_of(trainer)
 
 
 def same(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> bool:

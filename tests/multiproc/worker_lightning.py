@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lit import trained
+from lit import train_and_test
 
 import autopar
 
@@ -29,8 +29,8 @@ def run(rank: int, folder: str) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     options = {"hardware": "cpu-gloo", "constraints": [autopar.constraints.fsdp()]}
     strategy = partial(autopar.LightningStrategy, compile_options=options)
-    first = trained(Path(folder), strategy(), seed=1 + rank)
-    again = trained(
+    first = train_and_test(Path(folder), strategy(), seed=1 + rank)
+    again = train_and_test(
         Path(folder) / "again", strategy(), Path(folder) / "epoch=0.ckpt", seed=1 + rank
     )
     return [first, again]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trained import BUILD, Tagger, data, samples, settings, sum_of_logits, told
+from trained import BUILD, Tagger, data, log_of, samples, settings, sum_of_logits
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -32,14 +32,14 @@ def options() -> dict[str, Any]:
 
 def launched(rank: int) -> None:
     """As torchrun tells processes of each other, so that accelerate knows of them."""
-    told = {
+    environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": dist.get_world_size(),
         "LOCAL_WORLD_SIZE": dist.get_world_size(),
     }
     os.environ.update(
-        {name: str(value) for name, value in told.items()}
+        {name: str(value) for name, value in environment.items()}
         | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     )
 
@@ -66,7 +66,7 @@ def trained(rank: int, folder: str, kind: str) -> dict[str, Any]:
     first.save_model(str(Path(folder) / "end"))
     module = first.compiled()
     facts = {
-        "log": told(first),
+        "log": log_of(first),
         "writes": first.is_world_process_zero(),
         "gradients": [
             name
@@ -81,7 +81,7 @@ def trained(rank: int, folder: str, kind: str) -> dict[str, Any]:
     )
     again = autopar.Trainer(model=build(), args=args, **data(), **given)
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
-    return {**facts, "again": told(again)}
+    return {**facts, "again": log_of(again)}
 
 
 def stepped(rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Attention by its formula."""
+"""Attention computed by its formula."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """What `autopar.ops.attention` computes; a head of `k` and `v` is read by equally many of
-    `q`."""
+    """Compute what `autopar.ops.attention` computes. Each head of `k` and `v` is read by an equal
+    number of heads of `q`."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
     if mask is not None:

@@ -1,4 +1,4 @@
-"""A model as source text that tests edit, and the module that a fresh process would import."""
+"""A model as source text that tests edit, and the module that a new process would import."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make():
 
 
 def load(folder: Path, source: str = SOURCE) -> ModuleType:
-    """The module of a source, as a fresh process would import it."""
+    """Return the module of a source, as a new process would import it."""
     path = folder / "cached_net.py"
     path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("cached_net", path)

@@ -1,4 +1,4 @@
-"""Plans changed by hand."""
+"""Plans with manual changes."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autopar.plans import Plan
 
 
 def with_options(plan: Plan, **options: Any) -> Plan:
-    """The same plan with some recorded options changed."""
+    """Return the plan with some changed options."""
     return replace(plan, options={**plan.options, **options})

@@ -1,10 +1,10 @@
-"""Expert plans, forced by layout constraints: Megatron's tensor + sequence + data layout, and FSDP
-× tensor.
+"""Expert plans, given by layout constraints: Megatron's layout of tensor, sequence and data
+parallelism, and FSDP × tensor parallelism.
 
-Mesh axes are (data, tensor). Activations between blocks are ``S(0) S(1)``: batch over data,
-sequence over tensor. Linears before an attention or MLP are column-parallel, those after it
-row-parallel; embedding and head are vocabulary-parallel. FSDP additionally rests every matrix
-sharded over data, by the dim that tensor does not shard.
+Mesh axes are (data, tensor). Activations between blocks are ``S(0) S(1)``: the batch is sharded
+over data and the sequence over tensor. Linear layers at the start of an attention or MLP block are
+column-parallel, those at the end are row-parallel. Embedding and head are vocabulary-parallel. FSDP
+also shards each stored matrix over data, along the dim that tensor does not shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RESIDUAL, GATHERED = "S(0) S(1)", "S(0) R"
 
 
 def llama(*, fsdp: bool = False) -> tuple[LayoutConstraint, ...]:
-    """Constraints for transformers' Llama."""
+    """Return constraints for the Llama models of transformers."""
     block, column, row = (
         "model.layers.*.",
         "S(1) S(0)" if fsdp else "R S(0)",
@@ -37,8 +37,8 @@ def llama(*, fsdp: bool = False) -> tuple[LayoutConstraint, ...]:
 
 
 def gpt2(*, fsdp: bool = False) -> tuple[LayoutConstraint, ...]:
-    """Constraints for transformers' GPT-2, whose linears hold their weight as [in, out] and
-    whose q, k and v are fused."""
+    """Return constraints for the GPT-2 models of transformers, whose linear layers store their
+    weight as [in, out] and whose q, k and v are fused."""
     block, column, row = (
         "transformer.h.*.",
         "S(0) S(1)" if fsdp else "R S(1)",

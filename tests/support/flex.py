@@ -1,6 +1,4 @@
-"""Models whose attention is torch's flex attention, one for each way in which its functions read
-what they read.
-"""
+"""Models with flex attention of torch, one for each way in which its functions read tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped heads, with functions by name; with what they capture as parameters, buffers and
-    inputs.
-    """
+    """Grouped heads with named score and mask functions. Captured tensors are parameters, buffers
+    or inputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -50,11 +47,11 @@ class Attention(nn.Module):
             for layer in (self.key, self.value)
         )
         settings = KINDS[self.kind](self, ids)
-        found = flex_attention(q, k, v, enable_gqa=True, **settings)
+        result = flex_attention(q, k, v, enable_gqa=True, **settings)
         out = (
-            found
-            if isinstance(found, Tensor)
-            else found[0] * torch.sigmoid(found[1].lse).unsqueeze(-1)
+            result
+            if isinstance(result, Tensor)
+            else result[0] * torch.sigmoid(result[1].lse).unsqueeze(-1)
         )
         return x + self.out(out.transpose(1, 2).flatten(-2))
 
@@ -131,9 +128,8 @@ def batch_of() -> dict[str, Tensor]:
 def flex_functions(
     kind: str, batch: int, heads: int, queries: int, keys: int
 ) -> tuple[str, str, list[Tensor]]:
-    """Texts of a score and a mask function for so many samples, heads, queries and keys, and what
-    they capture.
-    """
+    """Return the texts of a score and a mask function for the given numbers of samples, heads,
+    queries and keys, and the captured tensors."""
     score, mask, tensors = FUNCTIONS[kind](batch, heads, queries, keys)
     every = dict(enumerate(tensors))
     return (

@@ -1,8 +1,8 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format: of
-space, and norms.
+"""Modules and functions whose captures are compared with the plain model, by memory format: spatial
+ops and norms.
 
-The others are in `format_cases_of_rows` and in `further_format_cases`, which has all of them by
-name (`CASES`). Shapes are small. Values are normally distributed, but where a case says otherwise.
+The other cases are in `format_cases_of_rows` and in `further_format_cases`, which lists all cases
+by name (`CASES`). Shapes are small. Values are normally distributed unless a case states otherwise.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Function(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A module, and the shapes of its floating operands.
+    """A module and the shapes of its floating-point operands.
 
     Attributes:
-        make: the module. shapes: of its operands.
-        prepare: what makes of normally distributed values the operand that the module takes.
-        ties: whether values that are equal, as expanded ones are, leave the result undetermined.
+        make: returns the module.
+        shapes: the shapes of the operands.
+        prepare: converts normally distributed values to an operand of the module.
+        ties: whether equal values, as in expanded operands, leave the result undetermined.
     """
 
     make: Callable[[], nn.Module]
@@ -47,28 +48,28 @@ class Case:
 
 
 def of(function: Callable[..., Any], *shapes: Shape, **settings: Any) -> Case:
-    """A case of a function."""
+    """Return a case of a function."""
     return Case(lambda: Function(function), shapes, **settings)
 
 
 def module(make: Callable[[], nn.Module], *shapes: Shape, **settings: Any) -> Case:
-    """A case of a module."""
+    """Return a case of a module."""
     return Case(make, shapes, **settings)
 
 
 def ids(high: int, *shape: int) -> Tensor:
-    """Integers below `high`, always the same."""
+    """Return reproducible integers below `high`."""
     places = torch.arange(1, math.prod(shape) + 1)
     return ((places * places * 31 + places * 17) % 101 % high).reshape(shape)
 
 
 def symmetric(x: Tensor) -> Tensor:
-    """Positive definite matrices."""
+    """Return positive definite matrices."""
     return x @ x.mT + 3 * torch.eye(x.shape[-1], dtype=x.dtype)
 
 
 def apart(x: Tensor) -> Tensor:
-    """Matrices whose singular values are apart from each other."""
+    """Return matrices with well-separated singular values."""
     rows, columns = x.shape[-2:]
     return x + torch.eye(rows, columns, dtype=x.dtype) * torch.arange(3, 3 * columns + 3, 3)
 
@@ -100,7 +101,7 @@ CONVOLUTIONS: Mapping[str, Case] = {
     "transposed2d grouped": module(lambda: nn.ConvTranspose2d(4, 6, 2, groups=2), IMAGE),
     "transposed3d": module(lambda: nn.ConvTranspose3d(4, 6, 2, stride=2), VOLUME),
     "conv2d of a weight": of(lambda x, w: F.conv2d(x, w), IMAGE, (6, 4, 3, 3)),
-    # torch's own kernels take neither an operand nor a gradient whose first two dims are not one
+    # the kernel of torch requires that the first two dims of operands and gradients can be merged
     "conv_tbc": of(
         lambda x, w, b: torch.conv_tbc(x.contiguous(), w, b, 1).flatten().view(6, 2, 5),
         (6, 2, 4),

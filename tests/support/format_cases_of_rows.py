@@ -1,5 +1,5 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format:
-attention, tables, losses."""
+"""Modules and functions whose captures are compared with the plain model, by memory format:
+attention, embeddings and losses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Table(nn.Module):
 
 
 def looked_up(make: Callable[[], nn.Module], read: Callable[[Any], Tensor], width: int = 8) -> Case:
-    """A table beside an operand that what is read is multiplied by."""
+    """Return a case of an embedding whose result is multiplied by another operand."""
     shape = tuple(read(make()).shape)
     return module(lambda: _Table(make(), lambda table, x: read(table) * x), shape)
 

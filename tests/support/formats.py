@@ -1,7 +1,7 @@
-"""Memory formats that an operand or a gradient arrives in, and models that make them.
+"""Memory formats of operands and gradients, and models that create them.
 
-An operand is given its format within forward, from a contiguous input, or has it where it comes in.
-The gradient of a result gets its format from what reads the result.
+An operand gets its format within forward, from a contiguous input, or has it as an input. The
+gradient of a result gets its format from the reader of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Laid = Callable[[Tensor], Tensor]
 
 
 def _order(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The same values, with elements in memory in the order of these dims."""
+    """Return the same values with their elements in memory in the order of `dims`."""
     if not x.dim():
         return x
     back = [list(dims).index(dim) for dim in range(x.dim())]
@@ -24,49 +24,49 @@ def _order(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Dim 1 lies innermost; of a matrix this is its transposition."""
+    """Make dim 1 the innermost dim. A matrix is stored transposed."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     return _order(x, [*dims, 1]) if x.dim() > 1 else x
 
 
 def reversed_dims(x: Tensor) -> Tensor:
-    """The first dim lies innermost, the last one outermost."""
+    """Make the first dim the innermost and the last dim the outermost."""
     return _order(x, list(reversed(range(x.dim()))))
 
 
 def swapped(x: Tensor) -> Tensor:
-    """The last two dims have changed places, as behind a transposition of heads and tokens."""
+    """Exchange the last two dims in memory, as after a transposition of heads and tokens."""
     dims = list(range(x.dim()))
     return _order(x, [*dims[:-2], *dims[:-3:-1]])
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first dim repeats its first part: stride 0."""
+    """Repeat the first slice of the first dim (stride 0)."""
     return x[:1].expand_as(x) if x.dim() else x
 
 
 def spread(x: Tensor) -> Tensor:
-    """The last dim repeats its first part."""
+    """Repeat the first slice of the last dim (stride 0)."""
     return x[..., :1].expand_as(x) if x.dim() else x
 
 
 def _beside(x: Tensor) -> Tensor:
-    """What lies in memory beside `x`: other numbers, or, of indices, valid ones."""
+    """Return the values next to `x` in memory: other numbers, or valid indices."""
     return x * 3 + 1 if x.is_floating_point() or x.is_complex() else torch.zeros_like(x)
 
 
 def every_second(x: Tensor) -> Tensor:
-    """Every second element of a larger tensor, from the second on: step 2, and an offset."""
+    """Return every second element of a larger tensor, with an offset of one element."""
     return torch.stack([_beside(x), x], -1).select(-1, 1)
 
 
 def part(x: Tensor) -> Tensor:
-    """A part of a larger tensor, behind another one, along the dim that lies innermost."""
+    """Return a slice of a larger tensor along the innermost dim, with an offset."""
     return torch.cat([_beside(x), x], -1)[..., x.shape[-1] :] if x.dim() else x
 
 
 def part_of_channels(x: Tensor) -> Tensor:
-    """A part of a larger tensor along dim 1."""
+    """Return a slice of a larger tensor along dim 1."""
     return torch.cat([_beside(x), x], 1)[:, x.shape[1] :] if x.dim() > 1 else x
 
 
@@ -81,10 +81,10 @@ OPERANDS: Mapping[str, Laid] = {
     "part": part,
     "part of channels": part_of_channels,
 }
-EXPANDED = ("expanded", "spread")  # formats in which values repeat
+EXPANDED = ("expanded", "spread")  # formats with repeated values
 RELAID = tuple(
     name for name in OPERANDS if name not in ("contiguous", *EXPANDED)
-)  # formats in which values stay
+)  # formats that keep all values
 
 Read = Callable[[Tensor, Tensor], Tensor]
 
@@ -119,7 +119,7 @@ GRADIENTS: Mapping[str, Read] = {
 
 
 class Branch(nn.Module):
-    """A module behind operands of one format, before gradients of one format."""
+    """A module whose operands have one format and whose gradients have one format."""
 
     def __init__(self, inner: nn.Module, lay: Sequence[Laid], read: Read) -> None:
         super().__init__()
@@ -136,12 +136,16 @@ class Branch(nn.Module):
 
 
 class Branches(nn.Module):
-    """Several, of the same inputs; the loss is their sum, and each has parameters of its own."""
+    """Several branches with the same inputs. The loss is their sum, and each branch has its own
+    parameters."""
 
     def __init__(self, branches: Sequence[Branch]) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
     def forward(self, xs: list[Tensor], weights: list[Tensor]) -> dict[str, object]:
-        made = [branch(xs, weights) for branch in self.branches]
-        return {"loss": sum(loss for _, loss in made), "results": [results for results, _ in made]}
+        losses = [branch(xs, weights) for branch in self.branches]
+        return {
+            "loss": sum(loss for _, loss in losses),
+            "results": [results for results, _ in losses],
+        }

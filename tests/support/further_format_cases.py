@@ -1,5 +1,5 @@
-"""Modules and functions for comparisons of a capture with the plain model, by memory format: all
-others, and all together."""
+"""Modules and functions whose captures are compared with the plain model, by memory format: the
+remaining cases, and the list of all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose inputs have gradients."""
+"""Models with gradients of inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Shifted(nn.Module):
-    """Layers that all read one shift beside the stream."""
+    """Layers that all read the same second input."""
 
     def __init__(self, num: int = 6) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Shifted(nn.Module):
 
 
 class Several(nn.Module):
-    """Returns no loss; reads one input twice, returns one as it came, and looks at one only in a
+    """Returns no loss, reads one input twice, returns one unchanged, and uses one only in a
     comparison."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Several(nn.Module):
         self.left, self.right = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor, scale: Tensor, seen: Tensor) -> dict[str, Tensor]:
-        hidden = torch.relu(self.left(x)) * scale
-        return {"out": self.right(hidden) + x[:, :4], "x": x, "positive": (seen > 0).sum(0)}
+        features = torch.relu(self.left(x)) * scale
+        return {"out": self.right(features) + x[:, :4], "x": x, "positive": (seen > 0).sum(0)}
 
 
 class Convolutions(nn.Module):
-    """A classifier with batch statistics, of images."""
+    """A classifier of images with batch norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(32, 5)
 
     def forward(self, image: Tensor) -> Tensor:
-        found: Tensor = self.head(self.body(image))
-        return found
+        logits: Tensor = self.head(self.body(image))
+        return logits
 
 
 def shifted() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -79,7 +79,7 @@ def convolutions() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def llama() -> tuple[nn.Module, dict[str, Any]]:
-    """From embeddings, which soft prompts are part of."""
+    """Return a Llama that reads embeddings, as with soft prompts."""
     model, batch = zoo_small.llama()
     ids = batch["input_ids"]
     torch.manual_seed(0)
@@ -88,6 +88,6 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def frozen(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    """One of the others, of which nothing is trained."""
+    """Return one of the other models with frozen parameters."""
     model, batch = globals()[kind]()
     return model.requires_grad_(False), batch

@@ -1,9 +1,9 @@
-"""A small model and the same model as a hand-written distributed `Program`, for the tests of
-running.
+"""A small model and the same model as a handwritten distributed `Program`, for tests of the
+runtime.
 
-The mesh has the axes data and tensor. `first.weight` is split over both axes out of mesh order,
-`second.weight` over both dims, `fused.weight` is seen as [d, 3, e] and sharded on e, `scale` is
-frozen, `tied.weight` is another name of `first.weight`.
+The mesh has the axes data and tensor. `first.weight` is sharded over both axes in reverse order,
+`second.weight` over both dims, `fused.weight` is viewed as [d, 3, e] and sharded along e, `scale`
+is frozen, and `tied.weight` is another name of `first.weight`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def batch(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 class _Builder:
-    """Adds aten and step nodes by name."""
+    """A builder of graphs that adds ATen and step nodes by name."""
 
     def __init__(self, *placeholders: str) -> None:
         self.graph = fx.Graph()
@@ -94,12 +94,12 @@ def _mix(b: _Builder, u: fx.Node) -> fx.Node:
 def _forward(drop: str) -> fx.GraphModule:
     b = _Builder("fused", "first", "second", "bias", "scale", "mean", "offset", "x", "target")
     fused, first, second, bias, scale, mean, offset, x, target = b.nodes
-    hidden = b.call(
+    features = b.call(
         aten.relu.default, b.call(aten.mm.default, x, b.call(all_gather, first, 1, DATA))
     )
     partial = b.call(
         aten.mm.default,
-        hidden,
+        features,
         b.call(all_gather, second, 1, DATA),
         key="second/mm",
         module="second",
@@ -125,12 +125,12 @@ def _forward(drop: str) -> fx.GraphModule:
     total = b.call(aten.add.Tensor, near, b.call(aten.mul.Tensor, far, scale))
     total = total if drop == "loss" else b.call(all_reduce, total, "sum", DATA)
     loss = b.call(aten.div.Tensor, total, BATCH, key="head/div", module="head")
-    return b.module([loss, y, new_mean, x, hidden, diff, u, second, scale])
+    return b.module([loss, y, new_mean, x, features, diff, u, second, scale])
 
 
 def _backward() -> fx.GraphModule:
     b = _Builder("x", "hidden", "diff", "u", "second", "scale", "tangent")
-    x, hidden, diff, u, second, scale, tangent = b.nodes
+    x, features, diff, u, second, scale, tangent = b.nodes
     unit = b.call(aten.mul.Tensor, tangent, 2 / BATCH)
     v = _mix(b, u)
     gv = b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, v, scale), unit)
@@ -142,10 +142,14 @@ def _backward() -> fx.GraphModule:
     gy = b.call(aten.mul.Tensor, diff, unit)
     g_bias = b.call(reduce_scatter, b.call(aten.sum.dim_IntList, gy, [0]), 0, "sum", DATA)
     g_second = b.call(
-        reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, hidden), gy), 1, "sum", DATA
+        reduce_scatter,
+        b.call(aten.mm.default, b.call(aten.t.default, features), gy),
+        1,
+        "sum",
+        DATA,
     )
     gh = b.call(aten.mm.default, gy, b.call(aten.t.default, b.call(all_gather, second, 1, DATA)))
-    gh = b.call(aten.mul.Tensor, gh, b.call(aten.gt.Scalar, hidden, 0))
+    gh = b.call(aten.mul.Tensor, gh, b.call(aten.gt.Scalar, features, 0))
     g_first = b.call(
         reduce_scatter, b.call(aten.mm.default, b.call(aten.t.default, x), gh), 1, "sum", DATA
     )
@@ -170,7 +174,7 @@ def program_of_stage(
     constants: Mapping[int, Any] = MappingProxyType({}),
     plan_hash: str = "",
 ) -> Program:
-    """A hand-written stage as a program, with a trace that has no graph."""
+    """Return a handwritten stage as a program, with a trace that has no graph."""
     trace = Trace(fx.Graph(), (), (), (), (), {}, in_spec, out_spec, constants, {}, "")
     return Program.of_one_stage(trace, stage, plan_hash)
 
@@ -178,8 +182,8 @@ def program_of_stage(
 def program(
     data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = "handwritten"
 ) -> Program:
-    """The `Toy` on a data × tensor mesh; `drop` leaves out the reduction of ``"logits"`` or
-    ``"loss"``."""
+    """Return the program of `Toy` on a data × tensor mesh. `drop` omits the reduction of
+    ``"logits"`` or ``"loss"``."""
     trained: dict[str, Any] = {"requires_grad": True, "has_gradient": True}
     example = batch()
     _, in_spec = pytree.tree_flatten(((example["x"],), {"target": example["target"]}))
@@ -222,7 +226,7 @@ def program(
 def reference(
     model: Toy, *, seed: int = 1, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Outputs and gradients of the plain model."""
+    """Return the outputs and gradients of the plain model."""
     model = model.to(dtype)
     values = {name: value.to(dtype) for name, value in batch(seed).items()}
     outputs = model(values["x"], target=values["target"])

@@ -1,4 +1,4 @@
-"""Hardware whose hosts are near, for plans that use them on small models."""
+"""Hardware with fast host memory, for plans that offload small models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopar.core.hardware import HardwareProfile
 
 @cache
 def quick_hosts() -> HardwareProfile:
-    """An H100 whose host is as near as its own memory: what waits there costs less than running
-    again."""
+    """Return an H100 whose host memory is as fast as its device memory, so that offloading costs
+    less than recomputation."""
     data = copy.deepcopy(HardwareProfile.read("h100-sxm"))
     data["host"]["latency_s"]["value"] = 0
     data["host"]["bandwidth_bytes_per_s"]["value"] = 3e12

@@ -1,8 +1,9 @@
-"""Rules about what importing a package may load, with all modules that it reaches.
+"""Rules about the modules that importing a package may load, directly or through other modules.
 
-Importing a module loads the ``__init__`` of its packages, and what these import in turn. Two
-closures are checked. The first follows imports at module level: what ``import`` loads. The second
-also follows *late* imports, which are inside functions: what calling the package can load.
+Importing a module loads the ``__init__`` of its packages and their imports. Two closures are
+checked. The first follows imports at module level: the modules that ``import`` loads. The second
+also follows *late* imports, which are inside functions: the modules that calling the package can
+load.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from source_modules import (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What some packages must not load, directly or through other modules.
+    """The modules that some packages must not load, directly or through other modules.
 
     Attributes:
-        units: the packages and modules below ``autopar`` that the rule is about.
-        forbidden: dotted names of what they must not load, with everything below.
-        permitted: dotted names below `forbidden` that they may load.
-        late_uses: by exact name, the modules that may use what is forbidden inside functions, each
-            with the reason.
-        uses: by exact name, the modules that may also use it at module level, each with the reason.
+        units: the packages and modules below ``autopar`` that the rule applies to.
+        forbidden: dotted names of modules that must not be loaded, including everything below them.
+        permitted: dotted names below `forbidden` that may be loaded.
+        late_uses: by exact name, the modules that may use forbidden modules inside functions, with
+            the reason.
+        uses: by exact name, the modules that may also use them at module level, with the reason.
     """
 
     units: tuple[str, ...]
@@ -41,17 +42,18 @@ class Rule:
     uses: Mapping[str, str] = field(default_factory=dict)
 
     def forbids(self, target: str) -> bool:
-        """Whether the rule forbids to load the module `target`."""
+        """Return whether the rule forbids loading the module `target`."""
         return is_under(target, self.forbidden) and not is_under(target, self.permitted)
 
     def has_exception(self, module: str, *, late: bool) -> bool:
-        """Whether the module is a known exception, at module level or (`late`) inside functions."""
+        """Return whether the module is a known exception, at module level or (`late`) inside
+        functions."""
         return module in self.uses or (late and module in self.late_uses)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """By module, the modules of autopar that it loads, and all names that it uses, with lines."""
+    """The modules of autopar that each module loads, and all names that it uses, with lines."""
 
     loads: dict[str, list[str]]
     uses: dict[str, list[tuple[str, int]]]
@@ -74,8 +76,9 @@ class _Graph:
 
 
 def check_rules(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> list[str]:
-    """Sentences about each use that a rule forbids, with the path of imports that leads to it."""
-    found: dict[tuple[str, str, str], str] = {}
+    """Return a sentence for each use that a rule forbids, with the path of imports that leads to
+    it."""
+    sentences: dict[tuple[str, str, str], str] = {}
     for late in (False, True):
         graph = _Graph.of(modules, late=late)
         for name, rule in rules.items():
@@ -84,12 +87,13 @@ def check_rules(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> lis
                 for path, target, line in _violations(modules, graph, rule, unit, uses):
                     how = "can load, by a late import," if late else "loads"
                     text = f"{unit} {how} {target} ({' → '.join(path)}:{line}): {name}"
-                    found.setdefault((unit, path[-1], target), text)
-    return list(found.values())
+                    sentences.setdefault((unit, path[-1], target), text)
+    return list(sentences.values())
 
 
 def unused_exceptions(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> list[str]:
-    """Sentences about exceptions of rules for modules that do not use what is forbidden."""
+    """Return a sentence for each exception of a rule whose module does not use a forbidden
+    module."""
     problems = []
     for name, rule in rules.items():
         for late, exceptions in ((False, rule.uses), (True, rule.late_uses)):
@@ -102,7 +106,7 @@ def unused_exceptions(modules: Mapping[str, Module], rules: Mapping[str, Rule]) 
 
 
 def _forbidden_uses(graph: _Graph, rule: Rule, *, late: bool) -> dict[str, dict[str, int]]:
-    """By module without an exception: what it uses that the rule forbids, with the first line."""
+    """Return the forbidden uses of each module without an exception, with the first line."""
     return {
         name: {target: line for target, line in reversed(uses) if rule.forbids(target)}
         for name, uses in graph.uses.items()
@@ -117,10 +121,10 @@ def _violations(
     unit: str,
     uses: Mapping[str, Mapping[str, int]],
 ) -> Iterator[tuple[list[str], str, int]]:
-    """Of each forbidden use: the modules from the unit to the one that has it, its target, its
-    line.
+    """Iterate over forbidden uses: the modules from the unit to the using module, the target, and
+    the line.
 
-    What is forbidden is not followed further.
+    Imports of forbidden modules are not followed.
     """
     parents: dict[str, str] = {m.name: "" for m in modules.values() if m.unit == unit}
     todo = deque(parents)

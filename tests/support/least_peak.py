@@ -1,4 +1,4 @@
-"""What a step on processes holds at most, without what its transport holds by chance."""
+"""The peak memory of a step on processes, without temporary memory of the transport."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def least_peak(
     before: Callable[[], Any] = lambda: None,
     times: int = 10,
 ) -> int:
-    """Live bytes at their most during `step`, its result included: the least of so many runs, each
-    after `before`.
+    """Return the minimum over several runs of the peak of live bytes during `step`, including its
+    result. `before` runs before each run.
 
-    gloo's thread may hold an operand for a moment after the wait, which only ever adds.
+    The thread of gloo may hold an operand for a moment after the wait, which only adds to the peak.
 
     Args:
-        tensors: that live before the step, and count.
+        tensors: tensors that exist before the step and count.
     """
     tensors, peaks = list(tensors), []
     for _ in range(times):

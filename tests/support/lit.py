@@ -1,5 +1,5 @@
-"""What tests of Lightning share: a LightningModule, data whose last batch is smaller, and a run
-with checkpoints that tells what it saw."""
+"""A LightningModule, data with a smaller last batch, and a run with checkpoints that records its
+results, shared by the tests of Lightning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """Its loss is computed outside of the net; `seen` adds up over batches, and so would over
+    """A module whose loss is computed outside the net. `seen` adds up over batches and over
     processes."""
 
     def __init__(self, lr: float = 0.01) -> None:
@@ -46,8 +46,8 @@ class Classifier(lightning.LightningModule):
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 1.0, 1.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(x)
-        return found
+        logits: Tensor = self.net(x)
+        return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1], self.weights)
@@ -89,7 +89,7 @@ class Classifier(lightning.LightningModule):
 
 
 class Outside(lightning.Callback):
-    """Counts with a metric of its own, which it makes as it goes."""
+    """A callback that counts with its own metric, created during the run."""
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
         self.seen = torchmetrics.SumMetric()
@@ -104,34 +104,34 @@ class Outside(lightning.Callback):
 
 
 def batches(count: int, seed: int, **options: Any) -> DataLoader[Any]:
-    """Of four samples and one of the rest."""
-    drawn = torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
-    return DataLoader([(x, x[:4].argmax()) for x in drawn], batch_size=4, **options)
+    """Return batches of four samples, and one of the rest."""
+    values = torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+    return DataLoader([(x, x[:4].argmax()) for x in values], batch_size=4, **options)
 
 
-def trained(
-    folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **asked: Any
+def train_and_test(
+    folder: Path, strategy: Any, resume: Path | None = None, seed: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """Two epochs of shuffled batches, two batches a step, clipped, with a checkpoint after each;
-    then a test and predictions."""
+    """Train for two epochs of shuffled batches, with two batches per step, clipping, and a
+    checkpoint after each epoch; then test and predict."""
     lightning.seed_everything(seed, verbose=False)
     module, saves = (
         Classifier(),
         ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}", save_last="link"),
     )
-    usual = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    defaults = {"max_epochs": 2, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     trainer = lightning.Trainer(
-        strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **usual, **asked}
+        strategy=strategy, callbacks=[saves, Outside()], **{**QUIET, **defaults, **options}
     )
     trainer.fit(module, batches(14, 1, shuffle=True), batches(6, 2), ckpt_path=resume)
-    said = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(module, batches(6, 3), verbose=False)[0]
-    predicted = trainer.predict(module, batches(6, 3))
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    test_metrics = trainer.test(module, batches(6, 3), verbose=False)[0]
+    predictions = trainer.predict(module, batches(6, 3))
     return {
         "losses": module.losses,
-        "said": said,
-        "tested": tested,
-        "predicted": torch.cat(predicted).tolist(),
+        "said": metrics,
+        "tested": test_metrics,
+        "predicted": torch.cat(predictions).tolist(),
         "writes": trainer.is_global_zero,
         "rates": [group["lr"] for group in trainer.optimizers[0].param_groups]
         if trainer.optimizers
@@ -142,15 +142,17 @@ def trained(
     }
 
 
-def same(ours: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> None:
-    """Asserts that one run saw what the other did."""
+def same(actual: dict[str, Any], expected: dict[str, Any], rel: float = 1e-4) -> None:
+    """Assert that two runs recorded the same results."""
     import pytest
 
-    assert ours["losses"] == pytest.approx(wanted["losses"], rel=rel) and len(ours["losses"]) > 3
+    assert (
+        actual["losses"] == pytest.approx(expected["losses"], rel=rel) and len(actual["losses"]) > 3
+    )
     for each in ("said", "tested"):
-        assert sorted(ours[each]) == sorted(wanted[each])
-        assert ours[each] == pytest.approx(wanted[each], rel=rel)
-    assert ours["rates"] == wanted["rates"]
+        assert sorted(actual[each]) == sorted(expected[each])
+        assert actual[each] == pytest.approx(expected[each], rel=rel)
+    assert actual["rates"] == expected["rates"]
     torch.testing.assert_close(
-        *(torch.tensor(run["predicted"]) for run in (ours, wanted)), rtol=rel, atol=1e-5
+        *(torch.tensor(run["predicted"]) for run in (actual, expected)), rtol=rel, atol=1e-5
     )

@@ -1,5 +1,5 @@
-"""A plan made by hand: every kind of parallelism, ZeRO-2 and ZeRO-3, recomputation, a runner-up,
-an op without a rule."""
+"""A handwritten plan with all kinds of parallelism, ZeRO-2 and ZeRO-3, recomputation, a runner-up,
+and an op without a rule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE: tuple[tuple[int, ...], ...] = ((),)
 
 
 def strategy(text: str) -> Strategy:
-    """Read ``"S(0) R, R R -> S(0) R"``."""
+    """Parse a strategy such as ``"S(0) R, R R -> S(0) R"``."""
     reads, _, makes = text.partition("->")
     sides = ([part.strip() for part in side.split(",") if part.strip()] for side in (reads, makes))
     inputs, outputs = (tuple(map(Layout.parse, side)) for side in sides)
@@ -57,7 +57,7 @@ def entry(
     module, op, *rest = key.split("/")
     phase = rest[0] if rest else "forward"
     again_s = time_s if again else 0.0
-    made = Entry(
+    record = Entry(
         key,
         kind,
         module,
@@ -71,7 +71,7 @@ def entry(
         replicated,
         source,
     )
-    return replace(made, again_s=again_s)
+    return replace(record, again_s=again_s)
 
 
 def weight(name: str, storage: str, instances: tuple[tuple[int, ...], ...] = ONE) -> Entry:
@@ -104,7 +104,7 @@ def move(
 
 
 def made_plan(*, recompute: bool = True) -> Plan:
-    """The plan; without `recompute` one that runs nothing again and keeps more."""
+    """Return the plan. Without `recompute`, it recomputes nothing and keeps more activations."""
     up, attention, head = "net.layers.{0}.up", "net.layers.{0}.attention", "net.head"
     entries = (
         weight("net.embed.weight", "R S(0)"),
@@ -154,12 +154,14 @@ def made_plan(*, recompute: bool = True) -> Plan:
         move(f"{head}.weight/parameter", "backward", "all_gather", 0, "S(0) R", "R R", ONE),
         move(f"{head}/dot/backward/0", "backward", "reduce_scatter", 0, "P R", "S(0) R", ONE),
     )
-    kept = [
+    kept_layouts = [
         Kept(f"{up}.weight/parameter", 0, ALL, (Layout.parse("R S(1)"),), 2 * MIB),
         Kept("ids/input", 0, ONE, (Layout.parse("R R"),), MIB),
     ]
     if not recompute:
-        kept.append(Kept(f"{up}/relu/forward/0", 0, ALL, (Layout.parse("S(0) S(2)"),), 4 * MIB))
+        kept_layouts.append(
+            Kept(f"{up}/relu/forward/0", 0, ALL, (Layout.parse("S(0) S(2)"),), 4 * MIB)
+        )
     compute_s, communication_s = 21e-3 + (6e-3 if recompute else 0.0), 6e-3
     activations = (6 if recompute else 18) * MIB
     memory = {
@@ -177,7 +179,7 @@ def made_plan(*, recompute: bool = True) -> Plan:
         fingerprint=Fingerprint("0" * 16, "Net", "h100-sxm", "1" * 16, "0.1.0", "2.13.0"),
         options={"memory_bytes": (34 if recompute else 64) * MIB, "optimizer": "adamw"},
         entries=entries,
-        kept=tuple(kept),
+        kept=tuple(kept_layouts),
         communications=communications,
         prediction=Prediction(
             step_s,
@@ -217,11 +219,11 @@ def made_plan(*, recompute: bool = True) -> Plan:
 
 
 WIRE_S = 2e-3
-Work = tuple[str, str, str, float]  # a bar of the time line without its start
+Work = tuple[str, str, str, float]  # a bar of the timeline without its start time
 
 
 def _work(recompute: bool) -> list[Work]:
-    """All of a step, in order."""
+    """Return all work of a step in order."""
     forward: list[Work] = [("net.embed", "forward", "compute", 1e-3)]
     backward: list[Work] = [
         ("net.head", "backward", "communication", 2e-3),
@@ -241,7 +243,7 @@ def _work(recompute: bool) -> list[Work]:
 
 
 def _bars(works: Sequence[Work]) -> tuple[tuple[str, str, str, float, float], ...]:
-    """One after another."""
+    """Return the bars of consecutive work."""
     starts = itertools.accumulate((work[3] for work in works), initial=0.0)
     return tuple(
         (*work[:3], start_s, work[3]) for work, start_s in zip(works, starts, strict=False)
@@ -249,8 +251,8 @@ def _bars(works: Sequence[Work]) -> tuple[tuple[str, str, str, float, float], ..
 
 
 def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
-    """Four stages of three layers each; those in the middle are alike, the last recomputes
-    nothing. Interleaved, two to a device."""
+    """Return a plan of four stages with three layers each. The stages in the middle are equal, and
+    the last stage recomputes nothing. An interleaved schedule has two stages per device."""
     stages = tuple(_stage(number) for number in range(4))
     times = [stage.prediction.step_s for stage in stages]
     crossed = tuple(
@@ -308,13 +310,15 @@ def made_staged_plan(*, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
 
 
 def _stage(number: int) -> Plan:
-    """The plan made by hand as stage `number`, whose layers are the next three, with what
-    arrives from its neighbours."""
+    """Return the handwritten plan as stage `number`, with the next three layers and the tensors
+    that it receives from its neighbours."""
     plan = made_plan(recompute=number < 3)
     mesh = Mesh({"node": 2, "gpu": 4}, devices_per_node=4, links={"node": "inter", "gpu": "intra"})
     layers = tuple((3 * number + i,) for i in range(3))
     entries = tuple(replace(e, instances=layers) if e.instances == ALL else e for e in plan.entries)
-    kept = tuple(replace(k, instances=layers) if k.instances == ALL else k for k in plan.kept)
+    kept_layouts = tuple(
+        replace(k, instances=layers) if k.instances == ALL else k for k in plan.kept
+    )
     communications = tuple(
         replace(c, instances=layers) if c.instances == ALL else c for c in plan.communications
     )
@@ -339,14 +343,14 @@ def _stage(number: int) -> Plan:
         plan,
         mesh=mesh,
         entries=(*entries, *arrives),
-        kept=kept,
+        kept=kept_layouts,
         communications=communications,
         prediction=prediction,
     )
 
 
 def _turn(works: Sequence[Work]) -> int:
-    """Where backward begins."""
+    """Return the time at which backward starts."""
     return next(place for place, work in enumerate(works) if work[1] == "backward")
 
 

@@ -1,4 +1,4 @@
-"""The peak of a step on real tensors, one rank alone, in groups that move nothing."""
+"""The measured peak memory of a step of one rank, with process groups that do nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measured_peak(
     train: bool = True,
     coordinate: Sequence[int] | None = None,
 ) -> tuple[int, list[Tensor]]:
-    """Bytes, as `autopar.program.peak_memory.trace_peak` predicts them, and the gradients; of the
-    rank at a coordinate, by default the origin."""
+    """Return the peak in bytes, defined as in `autopar.program.peak_memory.trace_peak`, and the
+    gradients of the rank at a coordinate, by default the origin."""
     executor, memory = (
         Executor(program, fake_groups(program.mesh, coordinate), outputs=outputs),
         LiveBytes(),

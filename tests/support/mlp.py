@@ -1,5 +1,5 @@
-"""A residual MLP, small or on meta: the model for what does not depend on attention, embeddings
-and norms."""
+"""A residual MLP with small weights or on the meta device, for tests that need no attention,
+embeddings or norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.capture import Trace, capture
 
 
 class Block(nn.Module):
-    """x + down(relu(up(x)))"""
+    """x + down(relu(up(x)))."""
 
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Equal blocks, and the mean square as the loss."""
+    """Equal blocks with the mean square as the loss."""
 
     def __init__(self, width: int, hidden: int, num_layers: int, bias: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def traced(
     bias: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trace:
-    """The model captured on meta, with a batch of [batch, width]."""
+    """Capture the model on the meta device with a batch of [batch, width]."""
     with torch.device("meta"):
         model, x = (
             Mlp(width, hidden, num_layers, bias).to(dtype),

@@ -1,5 +1,5 @@
-"""What tests of native kernels share: marks that skip, with a reason, where a compiler or a
-device is missing."""
+"""Marks for tests of native kernels. They skip a test with a reason if a compiler or a device is
+missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that return no loss: what a user computes one of."""
+"""Models that return no loss, for losses computed outside the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 
 class Several(nn.Module):
-    """Returns one tensor twice, a view of it, a parameter, what has no gradient, and what needs
-    a collective where rows are split."""
+    """Returns a tensor twice, a view of it, a parameter, a tensor without a gradient, and a tensor
+    that needs a collective if rows are sharded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        hidden = torch.relu(self.first(x))
-        out = self.last(hidden)
+        features = torch.relu(self.first(x))
+        out = self.last(features)
         flat = out.reshape(-1)
         return {
             "out": out,
@@ -27,13 +27,13 @@ class Several(nn.Module):
             "flat": flat,
             "weight": self.last.weight,
             "best": out.argmax(-1),
-            "total": hidden.sum(0),
+            "total": features.sum(0),
             "n": 3,
         }
 
 
 class Convolutions(nn.Module):
-    """A classifier with batch statistics."""
+    """A classifier with batch norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,13 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(32, 5)
 
     def forward(self, image: Tensor) -> Tensor:
-        found: Tensor = self.head(self.body(image))
-        return found
+        logits: Tensor = self.head(self.body(image))
+        return logits
 
 
 class Layers(nn.Module):
-    """Returns what its last layer makes, what one in between makes, an average, and a parameter."""
+    """Returns the results of its last layer and of an intermediate layer, a mean, and a
+    parameter."""
 
     def __init__(self, num: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -61,13 +62,13 @@ class Layers(nn.Module):
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(16, 32)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        x, seen = self.embedding(tokens), []
+        x, features = self.embedding(tokens), []
         for layer in self.layers:
             x = x + self.dropout(layer(x))
-            seen.append(x)
+            features.append(x)
         return {
             "logits": self.head(x) * self.scale,
-            "early": seen[1],
+            "early": features[1],
             "size": x.pow(2).mean(),
             "total": x.sum((0, 1)),
             "scale": self.scale,

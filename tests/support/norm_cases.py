@@ -1,4 +1,4 @@
-"""Ranks' operands for products whose scattered sums are added to a residual and normed."""
+"""Operands for products whose scattered sums are added to a residual and normalized."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.kernels.fused import shards_of
 from autopar.kernels.normed import AddNorm
 
 EPS = 1e-5
-# equation, shapes of both operands, dim of the result: none is even under all worlds, one has fewer
-# rows than the largest has ranks
+# Equation, shapes of both operands, dim of the result. No dim is divisible by all world sizes, and
+# one has fewer rows than the largest world has ranks.
 NORMED = (
     ("mk,kn->mn", (11, 3), (3, 40), 0),
     ("mk,kn->mn", (16, 3), (3, 13), 0),
@@ -26,7 +26,7 @@ NORMED = (
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """By rank: factors, residual and weight."""
+    """Factors, residual and weight by rank."""
 
     pairs: list[tuple[Tensor, Tensor]]
     residuals: list[Tensor]
@@ -57,8 +57,8 @@ def ranks_of(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Ranks:
-    """Factors are whole numbers, so that products are exact in every dtype; residuals and
-    weights are not."""
+    """Return operands of all ranks. Factors are whole numbers, so that products are exact in all
+    dtypes. Residuals and weights are not."""
     pairs = [
         (whole_numbers(left, seed + 2 * r, dtype), whole_numbers(right, seed + 2 * r + 1, dtype))
         for r in range(size)
@@ -67,8 +67,8 @@ def ranks_of(
 
 
 def scaled_ranks(shape: tuple[int, int], size: int, dtype: torch.dtype) -> Ranks:
-    """Each rank's second factor is the unit matrix and its first of a size of its own: only the
-    order of the sum can differ."""
+    """Return operands of all ranks. The second factor of each rank is the identity and the first
+    has its own magnitude, so that results differ only if the order of the sum does."""
     generator = torch.Generator().manual_seed(3)
     values = [
         (torch.randn(shape, generator=generator) * (4096.0 if rank == 0 else 2.0**-10)).to(dtype)
@@ -76,7 +76,7 @@ def scaled_ranks(shape: tuple[int, int], size: int, dtype: torch.dtype) -> Ranks
     ]
     values[2:3] = [-values[0]] * len(
         values[2:3]
-    )  # rank 1 gets lost between the two, unless they meet first
+    )  # rank 1 is rounded away between the two, unless they are added first
     return _beside(
         "mk,kn->mn", [(value, torch.eye(shape[1], dtype=dtype)) for value in values], 0, dtype, 0
     )
@@ -91,11 +91,11 @@ def _beside(
     return Ranks(pairs, shards_of(residual, dim, len(pairs)), weights)
 
 
-def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether all ranks' results are alike in every bit."""
+def same(actual: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the results of all ranks are bitwise equal."""
     pairs = [
         (a, b)
-        for made, wanted in zip(found, expected, strict=True)
-        for a, b in zip(made, wanted, strict=True)
+        for results, references in zip(actual, expected, strict=True)
+        for a, b in zip(results, references, strict=True)
     ]
     return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Checkpoints in the format of version 2, which torch.distributed.checkpoint wrote with pickles."""
+"""Checkpoints in the format of version 2, written by torch.distributed.checkpoint with pickles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.checkpoint.loading import load_parts, read_metadata
 
 
 def to_old_format(place: Path) -> None:
-    """Write a checkpoint anew, as version 2 wrote it."""
+    """Rewrite a checkpoint in the format of version 2."""
     metadata = read_metadata(place)
     state: dict[str, Any] = {
         key: torch.empty(of.size, dtype=of.properties.dtype)
@@ -39,12 +39,11 @@ def to_old_format(place: Path) -> None:
 
 
 def forge(place: Path, change: Callable[[dict[str, Any]], object] = lambda about: None) -> None:
-    """Change `autopar.json`, and give all files checksums that fit, as somebody who can write there
-    may do.
+    """Change `autopar.json` and update all checksums, as someone with write access could do.
 
     Args:
-        place: the checkpoint's folder.
-        change: changes what the file says.
+        place: the folder of the checkpoint.
+        change: changes the contents of the file.
     """
     about = json.loads((place / ABOUT).read_text())
     del about["checksum"]

@@ -1,4 +1,4 @@
-"""Ranks' operands for the overlapped products."""
+"""Operands of overlapped products on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORLDS = (1, 2, 3, 5, 8)
 
 
 def whole_numbers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers, whose products and sums every dtype holds exactly."""
+    """Return small whole numbers, whose products and sums are exact in all dtypes."""
     return torch.randint(-3, 4, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(
         dtype
     )

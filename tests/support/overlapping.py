@@ -1,5 +1,5 @@
-"""A profile whose links and products are so slow, and whose launches so cheap, that kernels pay
-for small models."""
+"""A profile with slow links, slow products and cheap launches, so that kernels are chosen for small
+models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def overlapping(
     kernels: Mapping[str, float] = REACHED,
     slowdown: float = 0.4,
 ) -> HardwareProfile:
-    """Of the H100 there are the memory, and the shares of peaks; a link carries so many bytes, a
-    device does so many flops."""
+    """Return a profile with the memory and efficiencies of the H100, but with the given bandwidth
+    of links and flops of the device."""
     real = HardwareProfile.load("h100-sxm")
     links = {
         n: replace(x, latency_s=0.0, bandwidth_bytes_per_s=link_bytes_per_s, curves={})

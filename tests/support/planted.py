@@ -1,9 +1,9 @@
-"""What faults are planted in: small models with their plans, and the three judges that a fault has
-to get past.
+"""Subjects of planted faults: small models with their plans, and the three checks that should
+detect a fault.
 
-A fault breaks autopar at one place while the plan is emitted, validated and run again; the plan,
-the captured model and its batch are those of before. One that changes what a plan is made of (a
-price) is there while it is planned, too.
+A fault changes autopar at one place while the plan is emitted, validated and run. The plan, the
+captured model and its batch are unchanged. A fault of planning itself (for example, of a price) is
+also active during planning.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ _REMEMBERED = (op_law._judge, op_law._on_one_axis, op_law._trials, microbatch_gr
 
 
 def forget() -> None:
-    """Let validation look anew at what it has looked at before."""
+    """Clear the caches of validation."""
     for each in _REMEMBERED:
         each.cache_clear()
 
 
 def nodes(graph: fx.Graph, name: str) -> list[fx.Node]:
-    """The nodes of a graph that call a function of this name, such as ``all_reduce`` or
+    """Return the nodes of a graph that call a function with a name such as ``all_reduce`` or
     ``add.Tensor``."""
-    called = [n for n in graph.nodes if n.op == "call_function"]
-    found = [n for n in called if str(getattr(n.target, "__name__", "")) == name]
-    assert found, f"the graph calls no {name}: {sorted({n.target.__name__ for n in called})}"
-    return found
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    matches = [n for n in calls if str(getattr(n.target, "__name__", "")) == name]
+    assert matches, f"the graph calls no {name}: {sorted({n.target.__name__ for n in calls})}"
+    return matches
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph is given."""
+    """Return the placeholders of a graph."""
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
 def results(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph returns."""
+    """Return the results of a graph."""
     return list(next(iter(reversed(graph.nodes))).args[0])
 
 
-def returns(graph: fx.Graph, made: Sequence[fx.Node]) -> None:
-    """Let a graph return something else."""
-    next(iter(reversed(graph.nodes))).args = (tuple(made),)
+def returns(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
+    """Replace the results of a graph."""
+    next(iter(reversed(graph.nodes))).args = (tuple(values),)
 
 
 def stage(program: Program, number: int = 0) -> StageProgram:
-    """The program of a stage."""
+    """Return the program of a stage."""
     return program.stages[number]
 
 
 def with_stage(program: Program, number: int = 0, **changes: Any) -> Program:
-    """A program with the program of one of its stages changed."""
+    """Return a program in which one stage program is changed."""
     stages = list(program.stages)
     stages[number] = replace(stages[number], **changes)
     return replace(program, stages=tuple(stages))
@@ -76,11 +76,12 @@ def with_stage(program: Program, number: int = 0, **changes: Any) -> Program:
 
 @dataclass
 class Subject:
-    """A model with a plan of it.
+    """A model with a plan.
 
     Attributes:
-        build: makes the model and its batch. options: of `autopar.plan`. hardware: a profile or its
-            name.
+        build: returns the model and its batch.
+        options: options of `autopar.plan`.
+        hardware: a profile or its name.
     """
 
     build: Callable[[], Call]
@@ -91,14 +92,14 @@ class Subject:
 
     @cached_property
     def call(self) -> Call:
-        """The model, with weights that are the same each time, and its batch."""
+        """The model, with reproducible weights, and its batch."""
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
             return self.build()
 
     @property
     def profile(self) -> HardwareProfile:
-        """The hardware."""
+        """The hardware profile."""
         return (
             self.hardware
             if isinstance(self.hardware, HardwareProfile)
@@ -106,7 +107,7 @@ class Subject:
         )
 
     def plan_again(self) -> tuple[Trace, Plan]:
-        """The captured call, and the plan as it is made now."""
+        """Return the captured call and a new plan."""
         model, batch = self.call
         trace, planned = plan_model(
             model,
@@ -120,35 +121,35 @@ class Subject:
 
     @cached_property
     def planned(self) -> tuple[Trace, Plan]:
-        """The captured call, and the plan without a fault."""
+        """The captured call and the plan without a fault."""
         return self.plan_again()
 
     @property
     def trace(self) -> Trace:
-        """What the plan is for."""
+        """The trace that the plan belongs to."""
         return as_planned(*self.planned)
 
     @cached_property
     def staged(self) -> tuple[Any, ...]:
-        """The microbatch's trace, how microbatches make the batch, and the stages."""
+        """The trace of a microbatch, the microbatching, and the stages."""
         model, batch = self.call
         return staged_trace(self.planned[1], model, self.planned[0], (), batch)
 
     def emit(self) -> Program:
-        """The program of the plan, as it is emitted now."""
-        part, how, made = self.staged
-        return emit(part, self.planned[1], how, made)
+        """Emit the program of the plan."""
+        part, how, stages = self.staged
+        return emit(part, self.planned[1], how, stages)
 
     def validate(self, program: Program) -> Validation:
-        """Validation of a program."""
+        """Validate a program."""
         return validate(self.trace, self.planned[1], program)
 
     def verify(self, program: Program, dtype: torch.dtype | None = torch.float64) -> Verification:
-        """The program against the plain model."""
+        """Compare a program with the plain model."""
         model, batch = self.call
         return verify_program(self.trace, program, model, (), batch, dtype=dtype)
 
     def check(self, plan: Plan) -> Any:
-        """The certificate of a plan."""
+        """Check the certificate of a plan."""
         model, batch = self.call
         return autopar.check(plan, model, batch, hardware=self.profile)

@@ -1,4 +1,4 @@
-"""Changes of emitted programs, each at one node: what a fault of emission would have left there."""
+"""Edits of emitted programs, each at one node. They imitate faults of emission."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ Edit = Callable[[Program], Program]
 
 
 def _graph(program: Program, where: str, number: int = 0) -> fx.Graph:
-    found: fx.Graph = getattr(stage(program, number), where).graph
-    return found
+    graph: fx.Graph = getattr(stage(program, number), where).graph
+    return graph
 
 
 def changed(name: str, where: str = "forward", at: int = 0, number: int = 0, **how: Any) -> Edit:
-    """Another argument, or another function, of one node: ``arg_1=…``, ``target=…``, or a keyword;
-    a value may be a function of the node.
-    """
+    """Change an argument, a keyword or the function of a node: ``arg_1=…``, ``target=…``, or a
+    keyword. A value may be a function of the node."""
 
     def edit(program: Program) -> Program:
         node = nodes(_graph(program, where, number), name)[at]
         for what, value in how.items():
-            made = value(node) if callable(value) and what != "target" else value
+            values = value(node) if callable(value) and what != "target" else value
             if what == "target":
-                node.target = made
+                node.target = values
             elif what == "args":
-                node.args = made
+                node.args = values
             elif what.startswith("arg_"):
-                node.update_arg(int(what[4:]), made)
+                node.update_arg(int(what[4:]), values)
             else:
-                node.kwargs = {**node.kwargs, what: made}
+                node.kwargs = {**node.kwargs, what: values}
         return program
 
     return edit
 
 
 def without(name: str, keyword: str, where: str = "forward", at: int = 0) -> Edit:
-    """A node without one of its keywords."""
+    """Remove a keyword from a node."""
 
     def edit(program: Program) -> Program:
         node = nodes(_graph(program, where), name)[at]
@@ -54,7 +53,7 @@ def without(name: str, keyword: str, where: str = "forward", at: int = 0) -> Edi
 
 
 def dropped(name: str, where: str = "forward", at: int = 0, number: int = 0) -> Edit:
-    """What reads a node reads its first operand instead."""
+    """Remove a node. Its readers read its first operand instead."""
 
     def edit(program: Program) -> Program:
         graph = _graph(program, where, number)
@@ -67,16 +66,16 @@ def dropped(name: str, where: str = "forward", at: int = 0, number: int = 0) -> 
 
 
 def repeated(name: str, where: str = "forward", at: int = 0) -> Edit:
-    """A node once more, behind itself, on what it made."""
+    """Insert a second copy of a node that reads the result of the first."""
 
     def edit(program: Program) -> Program:
         graph = _graph(program, where)
         node = nodes(graph, name)[at]
         with graph.inserting_after(node):
-            again = graph.call_function(node.target, node.args, dict(node.kwargs))
-        again.meta.update(node.meta)
-        node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
-        again.update_arg(0, node)
+            second = graph.call_function(node.target, node.args, dict(node.kwargs))
+        second.meta.update(node.meta)
+        node.replace_all_uses_with(second, delete_user_cb=lambda user: user is not second)
+        second.update_arg(0, node)
         return program
 
     return edit
@@ -85,7 +84,7 @@ def repeated(name: str, where: str = "forward", at: int = 0) -> Edit:
 def between(
     name: str, where: str, calls: Sequence[tuple[Any, dict[str, Any]]], at: int = 0
 ) -> Edit:
-    """Calls, one on what the other made, between a node and what reads it."""
+    """Insert a chain of calls between a node and its readers."""
 
     def edit(program: Program) -> Program:
         graph = _graph(program, where)
@@ -103,7 +102,7 @@ def between(
 
 
 def exchanged(name: str, where: str, at: Sequence[int], argument: int = 0) -> Edit:
-    """An argument of two nodes, one for the other's."""
+    """Exchange an argument between two nodes."""
 
     def edit(program: Program) -> Program:
         one, other = (nodes(_graph(program, where), name)[n] for n in at)
@@ -118,7 +117,7 @@ def exchanged(name: str, where: str, at: Sequence[int], argument: int = 0) -> Ed
 def returning(
     where: str, order: Callable[[list[fx.Node]], Sequence[fx.Node]], number: int = 0
 ) -> Edit:
-    """A graph that returns its results otherwise."""
+    """Change the order of the results of a graph."""
 
     def edit(program: Program) -> Program:
         graph = _graph(program, where, number)
@@ -128,36 +127,36 @@ def returning(
     return edit
 
 
-def first_two_exchanged(made: list[fx.Node]) -> list[fx.Node]:
-    """Results in another order."""
-    return [made[1], made[0], *made[2:]]
+def first_two_exchanged(values: list[fx.Node]) -> list[fx.Node]:
+    """Exchange the first two results."""
+    return [values[1], values[0], *values[2:]]
 
 
-def first_for_second(made: list[fx.Node]) -> list[fx.Node]:
-    """The first result twice."""
-    return [made[0], made[0], *made[2:]]
+def first_for_second(values: list[fx.Node]) -> list[fx.Node]:
+    """Return the first result in place of the second."""
+    return [values[0], values[0], *values[2:]]
 
 
 def reading(name: str, where: str, argument: int, of: int, at: int = 0) -> Edit:
-    """A node that reads what its graph was given as number `of`."""
+    """Let a node read the placeholder with index `of` of its graph."""
     return changed(
         name, where, at, **{f"arg_{argument}": lambda node: placeholders(node.graph)[of]}
     )
 
 
 def saying(number: int = 0, **changes: Any) -> Edit:
-    """A program that says something else of itself; a change may be a function of the program."""
+    """Change attributes of a stage program. A value may be a function of the program."""
 
     def edit(program: Program) -> Program:
         own = stage(program, number)
-        made = {k: v(own) if callable(v) else v for k, v in changes.items()}
-        return with_stage(program, number, **made)
+        values = {k: v(own) if callable(v) else v for k, v in changes.items()}
+        return with_stage(program, number, **values)
 
     return edit
 
 
 def tensor(kind: str, at: int = 0, **changes: Any) -> dict[str, Any]:
-    """For `saying`: one tensor at the border, changed."""
+    """Return a change for `saying`: one changed input, output or parameter."""
 
     def change(program: StageProgram) -> Any:
         tensors = list(getattr(program, kind))
@@ -168,11 +167,10 @@ def tensor(kind: str, at: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def microbatched(**changes: Any) -> Edit:
-    """A program that works through its batch otherwise; a change may be a function of
-    `Microbatches`."""
+    """Change the microbatches of a program. A value may be a function of `Microbatches`."""
 
     def edit(program: Program) -> Program:
-        made = {k: v(program.microbatches) if callable(v) else v for k, v in changes.items()}
-        return replace(program, microbatches=replace(program.microbatches, **made))
+        values = {k: v(program.microbatches) if callable(v) else v for k, v in changes.items()}
+        return replace(program, microbatches=replace(program.microbatches, **values))
 
     return edit

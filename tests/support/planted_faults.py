@@ -1,4 +1,4 @@
-"""A fault that is planted, and the law that validation refuses it."""
+"""Planted faults, and the law that validation refuses them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in what emits the plan of `subject` (`plant`), or in the program that it emits
-    (`edit`), and what is said of it, a regular expression.
+    """A fault in the emission of the plan of `subject` (`plant`) or in the emitted program
+    (`edit`), and a regular expression that matches the resulting error.
 
     Attributes:
-        anew: whether validation has to try the ops again that it has tried before.
+        anew: whether validation has to check ops again that it has checked before.
     """
 
     subject: str
@@ -35,7 +35,7 @@ class Fault:
 
 @cache
 def sound(name: str) -> None:
-    """A subject's program as it is emitted is validated, and computes the plain model."""
+    """Assert that the program of a subject is valid and computes the plain model."""
     subject = SUBJECTS[name]
     program = subject.emit()
     assert subject.validate(program).num_nodes > 0
@@ -43,7 +43,8 @@ def sound(name: str) -> None:
 
 
 def refused_by_validation(fault: Fault, patch: Patch) -> None:
-    """Without the fault the subject's program is sound; with it, validation refuses the program."""
+    """Assert that the program of the subject is valid without the fault, and that validation
+    refuses it with the fault."""
     subject = SUBJECTS[fault.subject]
     sound(fault.subject)
     with patch.context() as planting:

@@ -1,5 +1,5 @@
-"""A pytest plugin: the host's kernels are compiled from the folder that ``PLANTED_KERNELS``
-names, in which a test has planted a fault."""
+"""A pytest plugin that compiles the host kernels from the folder in ``PLANTED_KERNELS``, in which a
+test has planted a fault."""
 
 from __future__ import annotations
 

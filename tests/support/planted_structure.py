@@ -1,6 +1,6 @@
-"""Small packages that break, or keep, the rules of imports and the limits of complexity.
+"""Small packages that violate or satisfy the rules of imports and the limits of complexity.
 
-A package is a mapping from the path of a file below ``autopar`` to its text.
+A package maps the path of a file below ``autopar`` to its text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PLANNING = (
 
 
 def forbidden_loads() -> Iterator[tuple[str, Files, str]]:
-    """For each rule, one package per way to break it.
+    """Return one package per way to violate each rule.
 
     Yields:
-        A name, the package, and what the sentence about it begins with.
+        A name, the package, and the start of the expected sentence.
     """
     cases = [(unit, name) for unit in _SOLVER_FREE for name in ("autopar.solve", "highspy", "pulp")]
     cases += [(unit, "torch.distributed") for unit in (*_PLANNING, "certificate", "validation")]
@@ -65,7 +65,7 @@ def _ways(unit: str, statement: str) -> dict[str, Files]:
     }
 
 
-# Name, package, and a part of the sentence about it.
+# Name, package, and a part of the expected sentence.
 OTHER_LOADS: list[tuple[str, Files, str]] = [
     (
         "path",
@@ -204,7 +204,7 @@ def _initializer(number: int) -> str:
     return "    def __init__(self):\n" + "".join(f"        self.x{n} = 0\n" for n in range(number))
 
 
-# With none allowed: name, text of a module, and a part of the sentence about it.
+# With none allowed: name, text of a module, and a part of the expected sentence.
 COMPLEX: list[tuple[str, str, str]] = [
     ("branches", _branches(12), "complexity over 12: 1, at most 0 allowed: autopar.mesh:1 f (13)"),
     ("each kind of decision", _DECISIONS, "autopar.mesh:2 f (13)"),

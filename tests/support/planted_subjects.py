@@ -1,5 +1,4 @@
-"""The programs that faults are planted in, by name: each has the one thing that its faults
-break."""
+"""The subjects of planted faults, by name. Each contains the feature that its faults break."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _LINE, _SQUARE = Mesh({"data": 2}), Mesh({"data": 2, "tensor": 2})
 
 
 class Blocks(nn.Module):
-    """x + down(drop(act(up(x)))), blocks of it, and the mean square as the loss."""
+    """Blocks of x + down(drop(act(up(x)))) with the mean square as the loss."""
 
     def __init__(
         self,
@@ -35,8 +34,8 @@ class Blocks(nn.Module):
         block = (nn.Linear(width, hidden), act(), nn.Dropout(drop), nn.Linear(hidden, width))
         blocks = [nn.Sequential(*block)]
         for _ in range(num - 1):
-            again = nn.Linear(width, hidden), act(), nn.Dropout(drop), nn.Linear(hidden, width)
-            blocks.append(nn.Sequential(*again))
+            modules = nn.Linear(width, hidden), act(), nn.Dropout(drop), nn.Linear(hidden, width)
+            blocks.append(nn.Sequential(*modules))
         self.layers = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ class Blocks(nn.Module):
 
 
 class Twins(nn.Module):
-    """Two parameters whose gradients are one and the same value."""
+    """Two parameters with the same gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Twins(nn.Module):
 
 
 class Row(nn.Module):
-    """A loss that is a sum, so that backward begins with one number for all elements."""
+    """A loss that is a sum, so that backward starts with one value for all elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Row(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two values of one shape that every layer hands on."""
+    """Two values of the same shape that each layer passes on."""
 
     def __init__(self, num: int = 4) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class Branches(nn.Module):
 
 
 class Values(Branches):
-    """The same layers, whose values are wanted and no loss."""
+    """The same layers, which return values instead of a loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x, 2 * x
@@ -93,7 +92,7 @@ class Values(Branches):
 
 
 class Tied(nn.Module):
-    """A table that is read at the begin and at the end."""
+    """An embedding that is read at the start and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class Tied(nn.Module):
 
 
 class Heads(nn.Module):
-    """Causal attention of four heads between two projections."""
+    """Causal attention with four heads between two projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +118,8 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.into(self.norm(x)).chunk(3, -1)
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in parts)
-        made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(made.transpose(1, 2).flatten(2))
+        result = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(result.transpose(1, 2).flatten(2))
 
 
 class Attention(nn.Module):
@@ -137,7 +136,7 @@ class Attention(nn.Module):
 
 
 class Images(nn.Module):
-    """Two convolutions, the first over a batch norm."""
+    """Two convolutions, the first followed by a batch norm."""
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ def _tokens() -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def _built(
+def _builder(
     kind: Callable[..., nn.Module],
     batch: Callable[..., Any],
     *shape: int,
@@ -167,41 +166,41 @@ def _built(
     **how: Any,
 ) -> Callable[[], Call]:
     def build() -> Call:
-        given = batch(*shape, dtype=dtype) if shape else batch()
-        return kind(**how).to(dtype), given
+        inputs = batch(*shape, dtype=dtype) if shape else batch()
+        return kind(**how).to(dtype), inputs
 
     return build
 
 
 SUBJECTS: dict[str, Subject] = {
     "split": Subject(
-        _built(Blocks, _x, 8, 8, act=nn.GELU), _SQUARE, [megatron(tp=2, dp=2, zero=3)]
+        _builder(Blocks, _x, 8, 8, act=nn.GELU), _SQUARE, [megatron(tp=2, dp=2, zero=3)]
     ),
-    "replicas": Subject(_built(Blocks, _x, 8, 8, dtype=torch.bfloat16), _LINE, [ddp()]),
-    "nodes": Subject(_built(Blocks, _x, 8, 8), Mesh({"node": 2, "gpu": 2}), [ddp()]),
-    "twins": Subject(_built(Twins, _x, 8, 8), _LINE, [ddp()]),
-    "row": Subject(_built(Row, _x, 8, 8), _LINE),
+    "replicas": Subject(_builder(Blocks, _x, 8, 8, dtype=torch.bfloat16), _LINE, [ddp()]),
+    "nodes": Subject(_builder(Blocks, _x, 8, 8), Mesh({"node": 2, "gpu": 2}), [ddp()]),
+    "twins": Subject(_builder(Twins, _x, 8, 8), _LINE, [ddp()]),
+    "row": Subject(_builder(Row, _x, 8, 8), _LINE),
     "sums": Subject(
-        _built(Twins, _x, 8, 8, dtype=torch.bfloat16),
+        _builder(Twins, _x, 8, 8, dtype=torch.bfloat16),
         _LINE,
         [megatron(dp=2, zero=1, microbatches=2)],
     ),
-    "dropout": Subject(_built(Blocks, _x, 8, 8, drop=0.3), _SQUARE, [megatron(tp=2, dp=2)]),
+    "dropout": Subject(_builder(Blocks, _x, 8, 8, drop=0.3), _SQUARE, [megatron(tp=2, dp=2)]),
     "dropout in microbatches": Subject(
-        _built(Blocks, _x, 8, 8, drop=0.3), _LINE, [megatron(dp=2, microbatches=2)]
+        _builder(Blocks, _x, 8, 8, drop=0.3), _LINE, [megatron(dp=2, microbatches=2)]
     ),
     "stages": Subject(
-        _built(Branches, _x, 8, 8),
+        _builder(Branches, _x, 8, 8),
         Mesh({"stage": 2, "data": 2}),
         [pipeline("stage", microbatches=2), ddp()],
     ),
     "interleaved": Subject(
-        _built(Branches, _x, 6, 8, num=6),
+        _builder(Branches, _x, 6, 8, num=6),
         Mesh({"stage": 3}),
         [pipeline("stage", microbatches=3, schedule="interleaved_1f1b")],
     ),
     "without loss": Subject(
-        _built(Values, _x, 8, 8),
+        _builder(Values, _x, 8, 8),
         Mesh({"stage": 2}),
         [pipeline("stage", microbatches=2)],
     ),
@@ -212,43 +211,45 @@ SUBJECTS: dict[str, Subject] = {
         partial(zoo_small.mixtral, num_layers=1), _LINE, [expert_parallel("data", "gathered")]
     ),
     "hosted": Subject(
-        _built(Blocks, _x, 8, 8, dtype=torch.bfloat16),
+        _builder(Blocks, _x, 8, 8, dtype=torch.bfloat16),
         _LINE,
         [fsdp(), layout("*", storage="S(0) host")],
         quick_hosts(),
     ),
     "waiting": Subject(
-        _built(Attention, _x, 4, 8, 16, num=2),
+        _builder(Attention, _x, 4, 8, 16, num=2),
         _LINE,
         [fsdp(), offload(parameters=False)],
         quick_hosts(),
         {"memory_bytes": 30_000},
     ),
     "tied": Subject(
-        _built(Tied, _tokens),
+        _builder(Tied, _tokens),
         Mesh({"stage": 2, "data": 2}),
         [pipeline("stage", microbatches=2), ddp()],
     ),
-    "counts": Subject(_built(Tied, _tokens), _LINE, [megatron(dp=2, microbatches=2)]),
+    "counts": Subject(_builder(Tied, _tokens), _LINE, [megatron(dp=2, microbatches=2)]),
     "vocabulary": Subject(
-        _built(Tied, _tokens), _LINE, [layout("table", weight="S(0)", storage="S(0)")]
+        _builder(Tied, _tokens), _LINE, [layout("table", weight="S(0)", storage="S(0)")]
     ),
-    "attention": Subject(_built(Attention, _x, 4, 8, 16), _SQUARE, [megatron(tp=2, cp=2)]),
+    "attention": Subject(_builder(Attention, _x, 4, 8, 16), _SQUARE, [megatron(tp=2, cp=2)]),
     "again": Subject(
-        _built(Attention, _x, 4, 8, 16, num=2), _LINE, [megatron(dp=2, recompute="full")]
+        _builder(Attention, _x, 4, 8, 16, num=2), _LINE, [megatron(dp=2, recompute="full")]
     ),
     "images": Subject(
-        _built(Images, _x, 2, 3, 12, 12),
+        _builder(Images, _x, 2, 3, 12, 12),
         _LINE,
         [layout("first", input="S(2)~1~1"), layout("second", input="S(2)~2~2")],
         "cpu-gloo",
     ),
-    "channels": Subject(_built(Images, _x, 4, 3, 32, 32, channels=64), _LINE, [ddp()], "cpu-gloo"),
+    "channels": Subject(
+        _builder(Images, _x, 4, 3, 32, 32, channels=64), _LINE, [ddp()], "cpu-gloo"
+    ),
     "kernels": Subject(
-        _built(Blocks, _x, 2, 16, 32, width=32, hidden=64, num=1),
+        _builder(Blocks, _x, 2, 16, 32, width=32, hidden=64, num=1),
         Mesh({"gpu": 4}),
         [megatron(tp=4, sequence=True)],
         overlapping(),
     ),
-    "uneven": Subject(_built(Blocks, _x, 6, 8, hidden=10), Mesh({"data": 3}), [fsdp()]),
+    "uneven": Subject(_builder(Blocks, _x, 6, 8, hidden=10), Mesh({"data": 3}), [fsdp()]),
 }

@@ -1,5 +1,5 @@
-"""Programs that show that a remedy helps: what is refused, and the same changed as the remedy
-says."""
+"""Programs that show that a remedy works: a refused program, and the same program after following
+the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Program(NamedTuple):
-    """What is refused, what the remedy says, and what helps."""
+    """A refused program, the text of its remedy, and the program that follows the remedy."""
 
     refused: Callable[[], object]
     says: str
@@ -25,8 +25,8 @@ class Program(NamedTuple):
 
 
 class Net(nn.Module):
-    """The mean square of what `compute` makes of a linear layer; `state` is tensors and modules
-    that it may use."""
+    """The mean square of a linear layer applied to the result of `compute`. `state` contains
+    tensors and modules that `compute` may use."""
 
     def __init__(self, compute: Forward, **state: Any) -> None:
         super().__init__()
@@ -53,19 +53,19 @@ class Called(nn.Module):
 
 
 def captured(model: nn.Module, *batch: Any) -> Callable[[], object]:
-    """The capture of a model, on [8, 4] ones where no batch is given."""
+    """Capture a model, by default on ones of shape [8, 4]."""
     return lambda: capture(model, batch or (torch.ones(8, 4),))
 
 
 def forward(compute: Forward, **state: Any) -> Callable[[], object]:
-    """The capture of a `Net`."""
+    """Capture a `Net`."""
     return captured(Net(compute, **state))
 
 
 def planned(
     model: Any = None, batch: Any = None, mesh: Any = 2, **options: Any
 ) -> Callable[[], object]:
-    """The plan of a model for two CPUs; by default of a small MLP on a batch of [8, 4]."""
+    """Plan a model for two CPUs, by default a small MLP with a batch of [8, 4]."""
     model = Mlp(4, 8, 2) if model is None else model
     batch = {"x": torch.ones(8, 4)} if batch is None else batch
     return lambda: autopar.plan(

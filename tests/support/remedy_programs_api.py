@@ -1,4 +1,4 @@
-"""Programs for the remedies of arguments: meshes, hardware, options, and damaged files of plans."""
+"""Programs for the remedies of arguments: meshes, hardware, options, and damaged plan files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _hardware(hardware: Any, mesh: Any = _STAGES) -> Callable[[], object]:
 
 
 def _file(text: str | None, read: Callable[[str], object]) -> Callable[[], object]:
-    """Read a file that holds `text`; None for none."""
+    """Load a file that contains `text`; None for a missing file."""
 
     def program() -> object:
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def _file(text: str | None, read: Callable[[str], object]) -> Callable[[], objec
 
 
 def _plan(**change: Any) -> str:
-    """The text of a plan, and of one with other fields."""
+    """Return the text of a plan with changed fields."""
     return json.dumps({**json.loads(made_plan().dumps()), **change})
 
 
@@ -81,10 +81,10 @@ def _compiled(**options: Any) -> Callable[[], object]:
 
 def _deferred(called: bool) -> Callable[[], object]:
     def program() -> object:
-        compiled = autopar.compile(Mlp(4, 8, 1), 1, hardware="cpu-gloo")
+        module = autopar.compile(Mlp(4, 8, 1), 1, hardware="cpu-gloo")
         if called:
-            compiled(**BATCH)
-        return list(compiled.parameters())
+            module(**BATCH)
+        return list(module.parameters())
 
     return program
 

@@ -1,4 +1,4 @@
-"""Programs for the remedies of what capture refuses: how forward computes, and which modules it
+"""Programs for the remedies of capture: the computations of forward and the modules that it
 calls."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _branches(self: Any, x: Tensor) -> Tensor:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer on a padded batch, which is packed or not."""
+    """A recurrent layer on a padded batch, which may be packed."""
 
     def __init__(self, packs: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ _FRAMES = (
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, which it binds anew or changes."""
+    """Counts its calls in a buffer, which it replaces or changes in place."""
 
     def __init__(self, binds: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Counting(nn.Module):
 
 
 class Steps(nn.Module):
-    """Counts its calls, as a number or in a buffer."""
+    """Counts its calls in a number or in a buffer."""
 
     def __init__(self, steps: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _shares(tied: bool) -> Any:
 
 
 def _within(part: nn.Module, x: Tensor | None = None) -> Any:
-    """The capture of a model that calls this module on `x`."""
+    """Capture a model that calls a module on `x`."""
     x = torch.ones(8, 4) if x is None else x
     return captured(Net(lambda self, x: self.part(x), part=part), x)
 

@@ -1,5 +1,5 @@
-"""Programs for the remedies of commands: models that are named, files, reports, measuring, and
-starting processes."""
+"""Programs for the remedies of commands: named models, files, reports, measuring, and starting
+processes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def raises():
 """
 
 
-def _named(kind: str, settings: Any, **how: Any) -> Callable[[], object]:
-    """The model of a configuration, on meta."""
+def _build_config(kind: str, settings: Any, **how: Any) -> Callable[[], object]:
+    """Build the model of a configuration on the meta device."""
     text = settings if isinstance(settings, str) else json.dumps(settings)
     return lambda: hf.build(f"{kind}:{text}", **{"batch": 2, **how})
 
 
-def _within(make: Callable[[Path], object]) -> Callable[[], object]:
-    """In a folder that holds `model.py`, a text, and a plan."""
+def _in_folder(make: Callable[[Path], object]) -> Callable[[], object]:
+    """Run in a folder that contains `model.py`, a text file, and a plan."""
 
     def program() -> object:
         with tempfile.TemporaryDirectory() as name:
@@ -76,16 +76,16 @@ def _within(make: Callable[[Path], object]) -> Callable[[], object]:
 
 
 def _function(of: str) -> Callable[[], object]:
-    """The model of a function, as --module names it."""
-    return _within(lambda folder: hf.load_function(f"{folder}/{of}"))
+    """Load the model of a function, given as for --module."""
+    return _in_folder(lambda folder: hf.load_function(f"{folder}/{of}"))
 
 
-def _built(config: str | None, of: str | None, batch: int | None) -> Callable[[], object]:
+def _build_named(config: str | None, of: str | None, batch: int | None) -> Callable[[], object]:
     def make(folder: Path) -> object:
         function = None if of is None else f"{folder}/{of}"
         return built(NamedModel(hf=config, module=function, batch=batch), "meta")
 
-    return _within(make)
+    return _in_folder(make)
 
 
 def _without_transformers() -> object:
@@ -94,23 +94,23 @@ def _without_transformers() -> object:
         return built(NamedModel(hf=f"llama:{json.dumps(_TEXT)}", batch=2, seq=4), "meta")
 
 
-def _installed(version: str | None) -> Callable[[], object]:
-    """A library of this version; None for none."""
+def _with_version(version: str | None) -> Callable[[], object]:
+    """Import a library with a given version; None if it is not installed."""
 
-    def found(name: str) -> str:
+    def version_of(name: str) -> str:
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
     def program() -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(importlib.metadata, "version", found)
+            patch.setattr(importlib.metadata, "version", version_of)
             return library("accelerate", "this program")
 
     return program
 
 
-def _drawn(with_matplotlib: bool) -> Callable[[], object]:
+def _draw(with_matplotlib: bool) -> Callable[[], object]:
     def program() -> object:
         with pytest.MonkeyPatch.context() as patch:
             if not with_matplotlib:
@@ -120,8 +120,8 @@ def _drawn(with_matplotlib: bool) -> Callable[[], object]:
     return program
 
 
-def _launched(script: str = "model.py", fails: bool = False, **how: Any) -> Callable[[], object]:
-    """Start a script, with a torchrun that starts nothing."""
+def _launch(script: str = "model.py", fails: bool = False, **how: Any) -> Callable[[], object]:
+    """Launch a script with a torchrun that starts no processes."""
 
     def run(name: str, run_name: str) -> None:
         if fails:
@@ -135,27 +135,27 @@ def _launched(script: str = "model.py", fails: bool = False, **how: Any) -> Call
             patch.setattr(runpy, "run_module", run)
             launch(folder / script, [], num_processes=2, **how)
 
-    return _within(make)
+    return _in_folder(make)
 
 
 def _points(sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
-    """Made-up times of all that is measured."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return artificial times of all measurements."""
+    points: dict[str, list[dict[str, Any]]] = {}
     for number, (kind, point, _) in enumerate(compute_measurements(sizes)):
-        found.setdefault(kind, []).append({**point, "time_s": 1e-6 * (number + 1)})
+        points.setdefault(kind, []).append({**point, "time_s": 1e-6 * (number + 1)})
     for kind in COLLECTIVES if sizes is CPU else ():
-        found[kind] = [
+        points[kind] = [
             {"num_devices": n, "bytes": b, "time_s": 1e-4 * n + b * 1e-9}
             for n in (2, 4)
             for b in (1024, 2**20)
         ]
     if sizes is GPU:
-        found["host"] = [{"step_bytes_per_s": 3e11, "copy_bytes_per_s": 5e10}]
-    return found
+        points["host"] = [{"step_bytes_per_s": 3e11, "copy_bytes_per_s": 5e10}]
+    return points
 
 
-def _measured(device: str, gpu: bool = True, **how: Any) -> Callable[[], object]:
-    """Measure a machine whose times are made up."""
+def _measure(device: str, gpu: bool = True, **how: Any) -> Callable[[], object]:
+    """Measure a machine with artificial times."""
     chip = SimpleNamespace(name="NVIDIA H200", total_memory=2**37)
 
     def run(device: str, world_size: int, folder: Path) -> object:
@@ -170,11 +170,11 @@ def _measured(device: str, gpu: bool = True, **how: Any) -> Callable[[], object]
             patch.setattr(torch.cuda, "get_device_properties", lambda index: chip)
             return measuring.measure(device, out=folder / "out.json", **how)
 
-    return _within(make)
+    return _in_folder(make)
 
 
-def _waited(code: int | None) -> Callable[[], object]:
-    """Wait for a measuring process that ends so, or not at all."""
+def _wait_for_worker(code: int | None) -> Callable[[], object]:
+    """Wait for a measuring process that ends with a code, or that does not end."""
 
     def make(folder: Path) -> object:
         (folder / "stderr0").write_text("no memory left")
@@ -183,61 +183,61 @@ def _waited(code: int | None) -> Callable[[], object]:
             worker: Any = SimpleNamespace(poll=lambda: code)
             return measuring._wait([worker], folder)
 
-    return _within(make)
+    return _in_folder(make)
 
 
-def _local(measured: bool) -> Callable[[], object]:
-    """The profile of a machine, that is measured or not."""
+def _load_local(is_measured: bool) -> Callable[[], object]:
+    """Load the profile of the local machine, which may not have been measured."""
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("AUTOPAR_HOME", str(folder))
-            if measured:
+            if is_measured:
                 path = HardwareProfile.local_path()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(HardwareProfile.read("cpu-gloo")))
             return HardwareProfile.load("local")
 
-    return _within(make)
+    return _in_folder(make)
 
 
-def _cleared(is_folder_removed: bool) -> Callable[[], object]:
-    """``autopar cache clear``, where an entry of the cache cannot be removed, or its folder was
-    removed."""
+def _clear_cache(is_folder_removed: bool) -> Callable[[], object]:
+    """Run ``autopar cache clear`` with a cache entry that cannot be removed, or with a folder that
+    was removed."""
 
     def make(folder: Path) -> object:
         entry = folder / "entries" / "entry.json"
-        entry.mkdir(parents=True)  # which `unlink` does not remove
+        entry.mkdir(parents=True)  # a folder, which `unlink` does not remove
         if is_folder_removed:
             shutil.rmtree(folder / "entries")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("AUTOPAR_CACHE_DIR", str(folder))
             return clear_command()
 
-    return _within(make)
+    return _in_folder(make)
 
 
-def _reported(name: str) -> Callable[[], object]:
-    return _within(lambda folder: report(made_plan(), folder / name))
+def _write_report(name: str) -> Callable[[], object]:
+    return _in_folder(lambda folder: report(made_plan(), folder / name))
 
 
 MODELS: dict[str, Program] = {
     "hf/batches.py _Sizes.length 0": Program(
-        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
+        _build_config("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
         'set "max_position_embeddings": 2048',
-        _named(
+        _build_config(
             "gpt2",
             {"n_embd": 8, "n_head": 2, "n_layer": 1, "max_position_embeddings": 2048},
             seq=2048,
         ),
     ),
     "hf/batches.py _Sizes.length 0 | shorter": Program(
-        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
+        _build_config("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
         "--seq of at most 1024",
-        _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=1024),
+        _build_config("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=1024),
     ),
     "hf/batches.py _tokens 0": Program(
-        _named(
+        _build_config(
             "llava",
             {
                 "text_config": {"model_type": "llama", **_TEXT},
@@ -247,7 +247,7 @@ MODELS: dict[str, Program] = {
             seq=4,
         ),
         "--seq with more than 4",
-        _named(
+        _build_config(
             "llava",
             {
                 "text_config": {"model_type": "llama", **_TEXT},
@@ -258,42 +258,42 @@ MODELS: dict[str, Program] = {
         ),
     ),
     "hf/batches.py not_known 0": Program(
-        _named("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
+        _build_config("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
         "with a function that returns (model, batch)",
         _function("model.py:made"),
     ),
     "hf/models.py build 0": Program(
-        _named("llama/AutoModelForMaskedLM", _TEXT, seq=4),
+        _build_config("llama/AutoModelForMaskedLM", _TEXT, seq=4),
         "correct the head",
-        _named("llama/AutoModelForCausalLM", _TEXT, seq=4),
+        _build_config("llama/AutoModelForCausalLM", _TEXT, seq=4),
     ),
     "hf/models.py _config 0": Program(
-        _named("lama", _TEXT), "such as llama", _named("llama", _TEXT, seq=4)
+        _build_config("lama", _TEXT), "such as llama", _build_config("llama", _TEXT, seq=4)
     ),
     "hf/models.py _config 1": Program(
-        _named("llama", {**_TEXT, "hiden_size": 16}),
+        _build_config("llama", {**_TEXT, "hiden_size": 16}),
         "did you mean hidden_size",
-        _named("llama", {**_TEXT, "hidden_size": 16}, seq=4),
+        _build_config("llama", {**_TEXT, "hidden_size": 16}, seq=4),
     ),
     "hf/models.py _config 1 | none is close": Program(
-        _named("llama", {**_TEXT, "qqq": 16}),
+        _build_config("llama", {**_TEXT, "qqq": 16}),
         "name an attribute of transformers.LlamaConfig",
-        _named("llama", {**_TEXT, "rms_norm_eps": 1e-6}, seq=4),
+        _build_config("llama", {**_TEXT, "rms_norm_eps": 1e-6}, seq=4),
     ),
     "hf/models.py _config 2": Program(
-        _named("llama", {**_TEXT, "num_attention_heads": 3}),
+        _build_config("llama", {**_TEXT, "num_attention_heads": 3}),
         "correct the settings",
-        _named("llama", {**_TEXT, "num_attention_heads": 4}, seq=4),
+        _build_config("llama", {**_TEXT, "num_attention_heads": 4}, seq=4),
     ),
     "hf/models.py _head 0": Program(
-        _named("bert/Bert", _TEXT),
+        _build_config("bert/Bert", _TEXT),
         "AutoModelForMaskedLM",
-        _named("bert/AutoModelForMaskedLM", _TEXT, seq=4),
+        _build_config("bert/AutoModelForMaskedLM", _TEXT, seq=4),
     ),
     "hf/models.py _head 1": Program(
-        _named("clip_vision_model", _VISION),
+        _build_config("clip_vision_model", _VISION),
         "clip_vision_model/AutoModel:JSON",
-        _named("clip_vision_model/AutoModel", _VISION),
+        _build_config("clip_vision_model/AutoModel", _VISION),
     ),
     "hf/models.py load_function 0": Program(
         _function("model.py"), "a Python file and a function in it", _function("model.py:made")
@@ -318,16 +318,18 @@ MODELS: dict[str, Program] = {
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
     "hf/specs.py parse 0": Program(
-        lambda: hf.build("nothing"), "pass TYPE:JSON", _named("llama", _TEXT, seq=4)
+        lambda: hf.build("nothing"), "pass TYPE:JSON", _build_config("llama", _TEXT, seq=4)
     ),
     "hf/specs.py parse 1": Program(
-        _named("llama", "{'hidden_size': 8}"), "in double quotes", _named("llama", _TEXT, seq=4)
+        _build_config("llama", "{'hidden_size': 8}"),
+        "in double quotes",
+        _build_config("llama", _TEXT, seq=4),
     ),
     "hf/specs.py parse 2": Program(
-        _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
+        _build_config("llama", "[8]"), '{"name": value, ...}', _build_config("llama", _TEXT, seq=4)
     ),
     "cli/commands.py clear_command 0": Program(
-        _cleared(False), "remove the folder", _cleared(True)
+        _clear_cache(False), "remove the folder", _clear_cache(True)
     ),
     "cli/models.py turning_of 0": Program(
         lambda: turning_of(made_plan(), 3, NamedModel()),
@@ -335,20 +337,20 @@ MODELS: dict[str, Program] = {
         lambda: NamedModel(model="gpt2").check(),
     ),
     "cli/models.py built 0": Program(
-        _built(None, "model.py:made", 4),
+        _build_named(None, "model.py:made", 4),
         "omit --batch; the function of --module returns the model and the batch",
-        _built(None, "model.py:made", None),
+        _build_named(None, "model.py:made", None),
     ),
     "cli/models.py built 1": Program(
-        _without_transformers, "or pass --module", _built(None, "model.py:made", None)
+        _without_transformers, "or pass --module", _build_named(None, "model.py:made", None)
     ),
     "cli/shared_options.py check_dtype 0": Program(
         lambda: check_dtype("int3"), "float32", lambda: check_dtype("float32")
     ),
     "cli/shared_options.py check_files_exist 0": Program(
-        _within(lambda folder: check_files_exist(folder / "plan")),
+        _in_folder(lambda folder: check_files_exist(folder / "plan")),
         "check the path",
-        _within(lambda folder: check_files_exist(folder / "plan.json")),
+        _in_folder(lambda folder: check_files_exist(folder / "plan.json")),
     ),
     "cli/shared_options.py NamedModel.check 0": Program(
         lambda: NamedModel(hf="gpt2:{}", model="gpt2").check(),
@@ -361,25 +363,29 @@ MODELS: dict[str, Program] = {
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
     ),
     "cli/models.py _save 0": Program(
-        _within(lambda folder: _save(made_plan(), folder / "absent" / "plan.json")),
+        _in_folder(lambda folder: _save(made_plan(), folder / "absent" / "plan.json")),
         "check the path",
-        _within(lambda folder: _save(made_plan(), folder / "another.json")),
+        _in_folder(lambda folder: _save(made_plan(), folder / "another.json")),
     ),
 }
 
 OTHERS: dict[str, Program] = {
     "integrations/libraries.py library 0": Program(
-        _installed(None), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
+        _with_version(None),
+        f"pip install 'accelerate>={LEAST['accelerate']}'",
+        _with_version("99.0"),
     ),
     "integrations/libraries.py library 1": Program(
-        _installed("0.1"), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
+        _with_version("0.1"),
+        f"pip install 'accelerate>={LEAST['accelerate']}'",
+        _with_version("99.0"),
     ),
-    "report/charts.py canvas 0": Program(
-        _drawn(False), 'pip install "autopar[plot]"', _drawn(True)
+    "report/charts.py canvas 0": Program(_draw(False), 'pip install "autopar[plot]"', _draw(True)),
+    "report/page.py report 0": Program(
+        _write_report("plan.txt"), ".svg", _write_report("plan.svg")
     ),
-    "report/page.py report 0": Program(_reported("plan.txt"), ".svg", _reported("plan.svg")),
     "report/page.py report 1": Program(
-        _reported("absent/plan.svg"), "check the path", _reported("plan.svg")
+        _write_report("absent/plan.svg"), "check the path", _write_report("plan.svg")
     ),
     "explanation/explain.py explain 0": Program(
         lambda: explain(made_plan(), module="absent"),
@@ -387,40 +393,44 @@ OTHERS: dict[str, Program] = {
         lambda: explain(made_plan(), module="*"),
     ),
     "core/hardware/profile.py _path 0": Program(
-        _local(False), "run `autopar profile` first", _local(True)
+        _load_local(False), "run `autopar profile` first", _load_local(True)
     ),
     "runtime/launching.py launch 0": Program(
-        _launched("absent.py"), "pass a Python file", _launched("model.py")
+        _launch("absent.py"), "pass a Python file", _launch("model.py")
     ),
     "runtime/launching.py _check_machines 0": Program(
-        _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
+        _launch(nodes="two", meet="host:1"), "2:4", _launch(nodes="2:4", meet="host:1")
     ),
     "runtime/launching.py _check_machines 1": Program(
-        _launched(nodes="4:2", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
+        _launch(nodes="4:2", meet="host:1"), "2:4", _launch(nodes="2:4", meet="host:1")
     ),
     "runtime/launching.py _check_machines 2": Program(
-        _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
+        _launch(nodes="2"), "--meet HOST:PORT", _launch(nodes="2", meet="host:1")
     ),
     "runtime/launching.py launch 1": Program(
-        _launched(fails=True), "the error of that rank above", _launched()
+        _launch(fails=True), "the error of that rank above", _launch()
     ),
     "profiler/measure.py measure 0": Program(
-        _measured("abacus"), "pass cpu, or cuda", _measured("cpu")
+        _measure("abacus"), "pass cpu, or cuda", _measure("cpu")
     ),
     "profiler/measure.py _measure_cpu 0": Program(
-        _measured("cpu", world_size=1), "use 2 or more", _measured("cpu", world_size=2)
+        _measure("cpu", world_size=1), "use 2 or more", _measure("cpu", world_size=2)
     ),
     "profiler/measure.py _measure_cpu 1": Program(
-        _measured("cpu", links="h100-sxm"), "omit links", _measured("cpu")
+        _measure("cpu", links="h100-sxm"), "omit links", _measure("cpu")
     ),
     "profiler/measure.py _measure_gpu 0": Program(
-        _measured("cuda", world_size=2), "omit world_size", _measured("cuda", links="h100-sxm")
+        _measure("cuda", world_size=2), "omit world_size", _measure("cuda", links="h100-sxm")
     ),
     "profiler/measure.py _measure_gpu 1": Program(
-        _measured("cuda", gpu=False), "with a GPU, with a CUDA build of torch", _measured("cuda")
+        _measure("cuda", gpu=False), "with a GPU, with a CUDA build of torch", _measure("cuda")
     ),
-    "profiler/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
-    "profiler/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),
+    "profiler/measure.py _wait 0": Program(
+        _wait_for_worker(None), "fewer processes", _wait_for_worker(0)
+    ),
+    "profiler/measure.py _wait 1": Program(
+        _wait_for_worker(3), "measure again", _wait_for_worker(0)
+    ),
 }
 
 PROGRAMS: dict[str, Program] = {**MODELS, **OTHERS}

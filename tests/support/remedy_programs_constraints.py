@@ -1,4 +1,4 @@
-"""Programs for the remedies of constraints: what they take, and on which meshes they hold."""
+"""Programs for the remedies of constraints: their arguments and the meshes that they apply to."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ONE = Mesh({"one": 1, "node": 2, "gpu": 4})
 WIDE = Mesh({"stage": 4, "node": 2, "gpu": 4})
 
 
-def _filled(*constraints: Any, mesh: Mesh = MESH) -> Callable[[], object]:
-    """What the planner makes of the named plans of a mesh."""
+def _parallelisms(*constraints: Any, mesh: Mesh = MESH) -> Callable[[], object]:
+    """Return the presets of a mesh."""
     return lambda: list(parallelisms(constraints, mesh))
 
 
@@ -36,14 +36,14 @@ def _stages(*constraints: Any, mesh: Mesh = MESH) -> Callable[[], object]:
     return lambda: pipeline_in(constraints, mesh)
 
 
-def _ordered(num: int, waits: bool = False, **options: Any) -> Callable[[], object]:
-    """How many microbatches run along the axis of two devices."""
-    wish: Any = pipeline(**{"axis": "node", **options})
-    return lambda: in_order(wish, ONE, num, waits=waits, trained=True)
+def _order(num: int, waits: bool = False, **options: Any) -> Callable[[], object]:
+    """Order the microbatches of a pipeline over an axis."""
+    constraint: Any = pipeline(**{"axis": "node", **options})
+    return lambda: in_order(constraint, ONE, num, waits=waits, trained=True)
 
 
-def _read(change: dict[str, Any]) -> Callable[[], object]:
-    """A record as a file holds it, and the same changed by hand."""
+def _load_changed(change: dict[str, Any]) -> Callable[[], object]:
+    """Load a record from its JSON form after a change."""
     return lambda: read_constraint({**fsdp(axes="gpu").to_json(), **change})
 
 
@@ -70,25 +70,25 @@ PROGRAMS: dict[str, Program] = {
         lambda: check_parts(3, 4), "at most 3 stages", lambda: check_parts(3, 3)
     ),
     "planner/pipeline/step_schedule.py in_order 0": Program(
-        _ordered(2, axis="gpu"), "use more microbatches", _ordered(4, axis="gpu")
+        _order(2, axis="gpu"), "use more microbatches", _order(4, axis="gpu")
     ),
     "planner/pipeline/step_schedule.py in_order 0 | schedule": Program(
-        _ordered(2, axis="gpu"), 'schedule="gpipe"', _ordered(2, axis="gpu", schedule="gpipe")
+        _order(2, axis="gpu"), 'schedule="gpipe"', _order(2, axis="gpu", schedule="gpipe")
     ),
     "planner/pipeline/step_schedule.py _check_rounds 0": Program(
-        _ordered(2, axis="one", chunks=2, schedule="interleaved_1f1b"),
+        _order(2, axis="one", chunks=2, schedule="interleaved_1f1b"),
         "an axis of two or more devices",
-        _ordered(2, chunks=2, schedule="interleaved_1f1b"),
+        _order(2, chunks=2, schedule="interleaved_1f1b"),
     ),
     "planner/pipeline/step_schedule.py _check_rounds 1": Program(
-        _ordered(9, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
+        _order(9, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
         "a multiple of 4 microbatches",
-        _ordered(8, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
+        _order(8, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
     ),
     "planner/pipeline/step_schedule.py _all_forwards_first 0": Program(
-        _ordered(2, True, chunks=2, schedule="interleaved_1f1b"),
+        _order(2, True, chunks=2, schedule="interleaved_1f1b"),
         "remove the schedule",
-        _ordered(2, True),
+        _order(2, True),
     ),
     "constraints/layouts.py layout 0": Program(
         lambda: layout("*.up"), "pass weight=", lambda: layout("*.up", weight="R S(0)")
@@ -121,26 +121,26 @@ PROGRAMS: dict[str, Program] = {
         _stages(megatron(tp=4, pp=3), mesh=Mesh({"node": 3, "gpu": 4})),
     ),
     "constraints/megatron.py _expert_axes 0": Program(
-        _filled(megatron(tp="gpu", ep="gpu")),
+        _parallelisms(megatron(tp="gpu", ep="gpu")),
         "not used by tp, cp or pp: node",
-        _filled(megatron(tp="gpu", ep="node")),
+        _parallelisms(megatron(tp="gpu", ep="node")),
     ),
     "constraints/megatron.py _data_axes 0": Program(
-        _filled(megatron(tp=4, dp=4)), "pass dp=2", _filled(megatron(tp=4, dp=2))
+        _parallelisms(megatron(tp=4, dp=4)), "pass dp=2", _parallelisms(megatron(tp=4, dp=2))
     ),
     "constraints/megatron.py _data_axes 0 | left out": Program(
-        _filled(megatron(tp=4, dp=4)), "or omit it", _filled(megatron(tp=4))
+        _parallelisms(megatron(tp=4, dp=4)), "or omit it", _parallelisms(megatron(tp=4))
     ),
     "constraints/megatron.py _last_axes 0": Program(
-        _filled(megatron(tp=3)), "tp='gpu'", _filled(megatron(tp="gpu"))
+        _parallelisms(megatron(tp=3)), "tp='gpu'", _parallelisms(megatron(tp="gpu"))
     ),
     "constraints/megatron.py _degree 0": Program(
         lambda: megatron(tp=0), "a positive number", lambda: megatron(tp=1)
     ),
     "constraints/resources.py offload 0": Program(
-        lambda: _filled(offload(parameters=False, activations=False))(),
+        lambda: _parallelisms(offload(parameters=False, activations=False))(),
         "omit the constraint",
-        _filled(),
+        _parallelisms(),
     ),
     "constraints/resources.py offload 1": Program(
         lambda: offload(host_bytes="128 GiB"),  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ PROGRAMS: dict[str, Program] = {
         lambda: tensor_parallel("2d", axes=("a", "b")),
     ),
     "constraints/parallel.py axes_of 0": Program(
-        _filled(fsdp(axes="dp")), "its axes are node, gpu", _filled(fsdp(axes="gpu"))
+        _parallelisms(fsdp(axes="dp")), "its axes are node, gpu", _parallelisms(fsdp(axes="gpu"))
     ),
     "constraints/parallel.py names_of 0": Program(
         lambda: fsdp(axes=[0]),  # type: ignore[list-item]
@@ -176,9 +176,9 @@ PROGRAMS: dict[str, Program] = {
         lambda: fsdp(axes=("gpu",)),
     ),
     "constraints/parallel.py check_grid 0": Program(
-        _filled(tensor_parallel("2d", axes=("node", "gpu"))),
+        _parallelisms(tensor_parallel("2d", axes=("node", "gpu"))),
         "name axes of equal size",
-        _filled(tensor_parallel("2d", axes=("stage", "gpu")), mesh=WIDE),
+        _parallelisms(tensor_parallel("2d", axes=("stage", "gpu")), mesh=WIDE),
     ),
     "constraints/together.py pipeline_in 0": Program(
         _stages(pipeline("node"), pipeline("gpu")), "pass one of them", _stages(pipeline("node"))
@@ -189,9 +189,9 @@ PROGRAMS: dict[str, Program] = {
         lambda: check_number([pipeline("node", microbatches=4)], 4),
     ),
     "constraints/together.py _same_axis_error 0": Program(
-        _filled(ddp(), fsdp(axes="gpu")),
+        _parallelisms(ddp(), fsdp(axes="gpu")),
         "ddp(axes='node')",
-        _filled(ddp(axes="node"), fsdp(axes="gpu")),
+        _parallelisms(ddp(axes="node"), fsdp(axes="gpu")),
     ),
     "constraints/text.py parse_constraint 0": Program(
         lambda: parse_constraint("zero3"), "fsdp", lambda: parse_constraint("fsdp")
@@ -207,6 +207,6 @@ PROGRAMS: dict[str, Program] = {
         lambda: parse_constraint("megatron(tp=8)"),
     ),
     "constraints/text.py read_constraint 0": Program(
-        _read({"plan": "zero"}), "plan again", _read({})
+        _load_changed({"plan": "zero"}), "plan again", _load_changed({})
     ),
 }

@@ -1,4 +1,4 @@
-"""Programs for the remedies of damaged and planted files of checkpoints."""
+"""Programs for the remedies of damaged and forged files of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.remedy_programs_saved import Run, damage, run_of
 
 
 def _planted(run: Run, file: str, content: bytes, step: int = 2) -> None:
-    """A file is another, and its checksum fits."""
+    """Replace a file and its checksum."""
     (run.place(step) / file).write_bytes(content)
     forge(run.place(step))
 
 
 def _contents(run: Run) -> bytes:
-    """What says of a tensor that half of it is there."""
+    """Return contents that list no shards of the tensors."""
     text = json.loads((run.place(2) / "contents.json").read_text())
     for tensor in text["tensors"].values():
         tensor["boxes"] = tensor["boxes"][:0]
@@ -41,14 +41,14 @@ def _loads_planted(
 
 
 def _loads_earlier(run: Run) -> None:
-    """Another checkpoint is taken: the newest is removed."""
+    """Load the previous checkpoint, after removing the newest one."""
     _planted(run, "contents.json", b"{}")
     shutil.rmtree(run.place(2))
     assert run.load() == 1
 
 
 def _loads_copied(run: Run) -> None:
-    """The file is copied again from where it was saved."""
+    """Load after copying the file again from the original."""
     whole = (run.place(1) / "contents.json").read_bytes()
     damage(run, 1)
     (run.place(1) / "contents.json").write_bytes(whole)

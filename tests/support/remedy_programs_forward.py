@@ -1,5 +1,5 @@
-"""Programs for the remedies of forward's values: what it reads, prints, returns and is given;
-and of flex attention."""
+"""Programs for the remedies of values in forward: reads, prints, results and arguments; and of flex
+attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.remedy_programs import Called, Program, captured, forward
 X = torch.ones(8, 4)
 
 
-class Given(nn.Module):
+class FunctionModel(nn.Module):
     """A model whose forward is a function of (layer, x, given)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -31,7 +31,7 @@ class Given(nn.Module):
 
 
 class Returning(nn.Module):
-    """Returns its loss and a buffer, or what it makes of that."""
+    """Returns its loss and a buffer, or a function of the buffer."""
 
     def __init__(self, made: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -42,26 +42,26 @@ class Returning(nn.Module):
         return {"loss": self.layer(x).mean(), "name": self.made(self.name)}
 
 
-def _given(function: Callable[..., Any], given: Any) -> Callable[[], object]:
-    return captured(Given(function), X, given)
+def _capture_with(function: Callable[..., Any], given: Any) -> Callable[[], object]:
+    return captured(FunctionModel(function), X, given)
 
 
 def _flex(score: Callable[..., Tensor]) -> Callable[[], object]:
     def attends(layer: nn.Module, x: Tensor) -> Tensor:
         q = layer(x).view(1, 1, 8, 4)
-        found = flex_attention(q, q, q, score_mod=score)
-        assert isinstance(found, Tensor)
-        return found.square().mean()
+        result = flex_attention(q, q, q, score_mod=score)
+        assert isinstance(result, Tensor)
+        return result.square().mean()
 
     return captured(Called(attends))
 
 
 def _biased(layer: nn.Module, x: Tensor, given: Tensor) -> Tensor:
-    """A tensor of the caller's within the function."""
+    """Use a tensor of the caller in a score function."""
     q = layer(x).view(1, 1, 8, 4)
-    found = flex_attention(q, q, q, score_mod=lambda score, b, h, q, k: score + given[h % 2])
-    assert isinstance(found, Tensor)
-    return found.square().mean()
+    result = flex_attention(q, q, q, score_mod=lambda score, b, h, q, k: score + given[h % 2])
+    assert isinstance(result, Tensor)
+    return result.square().mean()
 
 
 def _dense(layer: nn.Module, x: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def _dense(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _autocast(*kinds: str) -> Callable[[], object]:
-    """A capture under autocast of these kinds of device, each to a dtype of its own; as on a
-    machine that has them."""
+    """Capture under autocast of several device types with different dtypes, as if the devices
+    existed."""
     dtypes = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
     def program() -> object:
@@ -88,25 +88,25 @@ def _autocast(*kinds: str) -> Callable[[], object]:
 
 
 class Cache:
-    """Keys and values by its name, as transformers' class."""
+    """A cache of keys and values with the name of the class in transformers."""
 
     __module__ = "transformers.cache_utils"
 
 
-def _weighed(dtype: torch.dtype) -> Callable[[], object]:
-    """A loss in float64 with weights of this dtype."""
+def _weighted_loss(dtype: torch.dtype) -> Callable[[], object]:
+    """Compute a loss in float64 with weights of a dtype."""
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
 
     def loss(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(layer(x), y, weight=weights)
 
-    return captured(Given(loss).double(), X.double(), torch.ones(8, dtype=torch.int64))
+    return captured(FunctionModel(loss).double(), X.double(), torch.ones(8, dtype=torch.int64))
 
 
 def _linear(scripted: bool) -> nn.Module:
     layer = nn.Linear(4, 4)
-    made: nn.Module = torch.jit.trace(layer, X) if scripted else layer
-    return made
+    part: nn.Module = torch.jit.trace(layer, X) if scripted else layer
+    return part
 
 
 def _prints(self: Any, x: Tensor) -> Tensor:
@@ -118,19 +118,21 @@ _TABLE = torch.ones(200, 200)
 
 PROGRAMS: dict[str, Program] = {
     "capture/diagnostics.py _argument 0": Program(
-        _given(lambda layer, x, given: layer(x * torch.as_tensor(given)), numpy.ones(4)),
+        _capture_with(lambda layer, x, given: layer(x * torch.as_tensor(given)), numpy.ones(4)),
         "`torch.as_tensor(array)`",
-        _given(lambda layer, x, given: layer((x * given).float()), torch.as_tensor(numpy.ones(4))),
+        _capture_with(
+            lambda layer, x, given: layer((x * given).float()), torch.as_tensor(numpy.ones(4))
+        ),
     ),
     "capture/diagnostics.py _argument 0 | function": Program(
-        _given(lambda layer, x, given: layer(given(x)), torch.relu),
+        _capture_with(lambda layer, x, given: layer(given(x)), torch.relu),
         "store other objects as attributes of the model",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
     ),
     "capture/diagnostics.py _of_result 0": Program(
-        _given(lambda layer, x, given: given, [torch.ones(3)]),
+        _capture_with(lambda layer, x, given: given, [torch.ones(3)]),
         "return results that are computed from it",
-        _given(lambda layer, x, given: layer(x), [torch.ones(3)]),
+        _capture_with(lambda layer, x, given: layer(x), [torch.ones(3)]),
     ),
     "capture/diagnostics.py _of_graph 0 | generator": Program(
         forward(lambda self, x: x * torch.rand(4, generator=torch.Generator().manual_seed(0))),
@@ -143,14 +145,16 @@ PROGRAMS: dict[str, Program] = {
         forward(lambda self, x: x * self.layer(x)[0][0]),
     ),
     "capture/diagnostics.py of_inputs 0": Program(
-        _given(lambda layer, x, given: layer(x) * min(sorted(map(int, given))), torch.ones(3)),
+        _capture_with(
+            lambda layer, x, given: layer(x) * min(sorted(map(int, given))), torch.ones(3)
+        ),
         "pass the value that forward computes from 'given' as an argument",
-        _given(lambda layer, x, given: layer(x) * given, 1),
+        _capture_with(lambda layer, x, given: layer(x) * given, 1),
     ),
     "capture/diagnostics.py of_inputs 1": Program(
-        _given(lambda layer, x, given: layer(x)[: int(given.sum())].mean(), torch.ones(3)),
+        _capture_with(lambda layer, x, given: layer(x)[: int(given.sum())].mean(), torch.ones(3)),
         "or pass the value that forward computes from 'given' as an argument",
-        _given(lambda layer, x, given: layer(x)[:given].mean(), 3),
+        _capture_with(lambda layer, x, given: layer(x)[:given].mean(), 3),
     ),
     "capture/diagnostics.py of_flex_attention 0": Program(
         _flex(lambda score, b, h, q, k: score if q > k else score * 2),
@@ -175,7 +179,7 @@ PROGRAMS: dict[str, Program] = {
     "ops/score_functions.py _write_value 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.tensor([1.0, 2.0])[h % 2]),
         "create tensors outside the function",
-        _given(_biased, torch.ones(2)),
+        _capture_with(_biased, torch.ones(2)),
     ),
     "ops/score_functions.py _write_value 1": Program(
         _flex(lambda score, b, h, q, k: (score * (1 + 2j)).real),
@@ -199,7 +203,7 @@ PROGRAMS: dict[str, Program] = {
         lambda: refuse_caches(nn.Linear(4, 4), {}),
     ),
     "capture/execute.py _check_alike 0": Program(
-        _weighed(torch.float32), "one dtype", _weighed(torch.float64)
+        _weighted_loss(torch.float32), "one dtype", _weighted_loss(torch.float64)
     ),
     "capture/autocast.py gpu_autocast 0": Program(
         _autocast("cpu", "cuda"), "enter only the torch.autocast", _autocast("cuda")

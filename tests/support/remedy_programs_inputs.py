@@ -1,5 +1,4 @@
-"""Programs for the remedies of calls: what a model is called with, what it holds, and what it
-returns."""
+"""Programs for the remedies of calls: the arguments of a model, its state, and its results."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from tests.support.remedy_programs import Called, Net, Program, captured, forwar
 
 
 class Tagged(Tensor):
-    """A tensor of a class of its own."""
+    """A tensor subclass."""
 
 
 @dataclass
 class Batch:
-    """All fields are arguments of its constructor."""
+    """A batch whose fields are all arguments of the constructor."""
 
     x: Tensor
 
 
 @dataclass
 class Counted:
-    """One field is none."""
+    """A batch with a field that is not an argument of the constructor."""
 
     x: Tensor
     size: int = field(init=False, default=4)
@@ -41,21 +40,21 @@ def _of_batch(layer: nn.Module, batch: Any) -> Tensor:
 
 
 def _given(x: Tensor | Callable[[], Tensor]) -> Callable[[], object]:
-    """A call with this input."""
+    """Check a call with an input."""
     return lambda: refuse_state_and_inputs(
         nn.Linear(4, 4), [("x", x if isinstance(x, Tensor) else x())]
     )
 
 
 def _held(x: Tensor) -> Callable[[], object]:
-    """A model with this buffer."""
+    """Check a model with a buffer."""
     return lambda: refuse_state_and_inputs(Net(lambda self, x: x, held=x), [])
 
 
 def _nested(padded: bool) -> Callable[[], Tensor]:
     def make() -> Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that they are a prototype
+            warnings.simplefilter("ignore")  # torch warns that they are a prototype
             x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
             return torch.nested.to_padded_tensor(x, 0.0) if padded else x
 
@@ -64,7 +63,7 @@ def _nested(padded: bool) -> Callable[[], Tensor]:
 
 def _quantized() -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch will remove them
+        warnings.simplefilter("ignore")  # torch warns that it will remove them
         return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 
 
@@ -83,7 +82,7 @@ def _by_edges(layer: nn.Module, x: Tensor, places: Tensor, values: Tensor) -> Te
 
 
 class Waiting(nn.Module):
-    """Adds its second layer's part once it has counted two calls; or as it is told."""
+    """Doubles the result of its layer after more than two calls, or as an argument says."""
 
     def __init__(self) -> None:
         super().__init__()

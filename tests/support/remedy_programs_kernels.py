@@ -1,5 +1,5 @@
-"""Programs for the remedies of kernels: how they are built, and what they are given. Where they
-run, it is as their references."""
+"""Programs for the remedies of kernels: building them and their operands. Kernels run as their
+references."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ done
 """
 
 
-def _as_references(work: Callable[[], object]) -> Callable[[], object]:
-    """Where kernels run as their references."""
+def _with_references(work: Callable[[], object]) -> Callable[[], object]:
+    """Run `work` with the references of the kernels."""
 
     def program() -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def _as_references(work: Callable[[], object]) -> Callable[[], object]:
     return program
 
 
-def _built(
+def _build(
     *,
     script: str = _COMPILER,
     name: str = "compiler",
@@ -54,7 +54,7 @@ def _built(
     kind: str = "host",
     writable: bool = True,
 ) -> Callable[[], object]:
-    """Build a folder of kernels with a compiler that makes empty files."""
+    """Build a folder of kernels with a compiler that writes empty files."""
 
     def without_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -78,13 +78,13 @@ def _built(
     return program
 
 
-def _normed(parts: Any, x: torch.Tensor = _X, weight: torch.Tensor = _W) -> Callable[[], object]:
-    """The norm of a sum of parts and a residual."""
-    return _as_references(lambda: normed.reduce_add_rmsnorm(parts, x, weight, _EPS))
+def _norm_sum(parts: Any, x: torch.Tensor = _X, weight: torch.Tensor = _W) -> Callable[[], object]:
+    """Compute the norm of a sum of parts and a residual."""
+    return _with_references(lambda: normed.reduce_add_rmsnorm(parts, x, weight, _EPS))
 
 
-def _scattered(dim: int = 0, residual: torch.Tensor = _X) -> Callable[[], object]:
-    """The operands of a product whose result is scattered and normed."""
+def _check_operands(dim: int = 0, residual: torch.Tensor = _X) -> Callable[[], object]:
+    """Check the operands of a product whose scattered result is normalized."""
     norm, group = normed.AddNorm(residual, _W, _EPS, rounded=False), AxisGroup("", 2, 0)
     return lambda: normed_scatter._check(_EQUATION, _A, _B, norm, dim, group)
 
@@ -92,28 +92,28 @@ def _scattered(dim: int = 0, residual: torch.Tensor = _X) -> Callable[[], object
 def _product(n: int) -> Callable[[], object]:
     over, residual = ChunkedDim.of(0, AxisGroup("", 1, 0), 1), torch.ones(4, 8)
     norm = RmsNorm(n, _EPS, _F32, _F32, _F32)
-    return _as_references(
+    return _with_references(
         lambda: normed_scatter.dot_reduce_add_rmsnorm(_EQUATION, (_A, _B), residual, _W, over, norm)
     )
 
 
-def _packed(
+def _pack(
     tensor: torch.Tensor, size: tuple[int, ...], *, dim: int = 0, parts: int = 1, **ranks: int
 ) -> Callable[[], object]:
-    """A tensor in a bucket."""
-    return _as_references(
+    """Pack a tensor into a bucket."""
+    return _with_references(
         lambda: pack([tensor], BucketLayout((size,), (dim,), parts), _F32, **ranks)
     )
 
 
-def _cut(dim: int) -> Callable[[], object]:
-    """A tensor in a bucket, by the operator that packs it."""
-    return _as_references(
+def _pack_with_operator(dim: int) -> Callable[[], object]:
+    """Pack a tensor into a bucket with the operator."""
+    return _with_references(
         lambda: torch.ops.autopar.pack([torch.ones(2)], [2], [dim], 1, 0, 1, _F32, 1.0, False)
     )
 
 
-def _provided(again: str) -> object:
+def _provide(again: str) -> object:
     peers = VirtualRanks(2)
     with provide_peers("one", peers), provide_peers(again, peers):
         return None
@@ -130,34 +130,34 @@ def _in_chunks(*elements: int) -> Callable[[], object]:
 
 PROGRAMS: dict[str, Program] = {
     "kernels/build.py cache_folder 0": Program(
-        _built(home=False), "AUTOPAR_KERNEL_CACHE=FOLDER", _built()
+        _build(home=False), "AUTOPAR_KERNEL_CACHE=FOLDER", _build()
     ),
     "kernels/build.py _unwritable 0": Program(
-        _built(cache="a.cu/cache"),
+        _build(cache="a.cu/cache"),
         "choose another: AUTOPAR_KERNEL_CACHE=FOLDER",
-        _built(cache="another"),
+        _build(cache="another"),
     ),
     "kernels/build.py compiler 0": Program(
-        _built(name="absent"), "CXX=/path/to/it", _built(name="compiler")
+        _build(name="absent"), "CXX=/path/to/it", _build(name="compiler")
     ),
     "kernels/build.py build_library 0": Program(
-        _built(kind="cuda", variant="thread"),
+        _build(kind="cuda", variant="thread"),
         "build it with kind host",
-        _built(kind="host", variant="thread"),
+        _build(kind="host", variant="thread"),
     ),
     "kernels/build.py build_library 1": Program(
-        _built(variant="fast"), "use one of release", _built(variant="release")
+        _build(variant="fast"), "use one of release", _build(variant="release")
     ),
-    "kernels/build.py _build 0": Program(_built(sources=()), "reinstall the package", _built()),
+    "kernels/build.py _build 0": Program(_build(sources=()), "reinstall the package", _build()),
     "kernels/build.py _compile 0": Program(
-        _built(script='#!/bin/sh\n[ "$1" = --version ]\n'),
+        _build(script='#!/bin/sh\n[ "$1" = --version ]\n'),
         "or set another compiler in CXX or NVCC",
-        _built(),
+        _build(),
     ),
     "kernels/library.py function 0": Program(
-        _as_references(lambda: library.function("host", "ap_pack_host")),
+        _with_references(lambda: library.function("host", "ap_pack_host")),
         "call the reference instead",
-        _packed(torch.ones(2), (2,)),
+        _pack(torch.ones(2), (2,)),
     ),
     "kernels/library.py check 0": Program(
         lambda: library.check(1, "ap_pack_host"),
@@ -178,23 +178,25 @@ PROGRAMS: dict[str, Program] = {
     "kernels/collectives.py current_groups 0": Program(
         collectives.current_groups, "run the graph inside use_groups(...)", _within_groups
     ),
-    "kernels/normed.py _forward 0": Program(_normed([]), "pass at least one part", _normed([_X])),
+    "kernels/normed.py _forward 0": Program(
+        _norm_sum([]), "pass at least one part", _norm_sum([_X])
+    ),
     "kernels/normed.py check_normed 0": Program(
-        _normed([_X], weight=_W[1:]), "a weight [hidden]", _normed([_X])
+        _norm_sum([_X], weight=_W[1:]), "a weight [hidden]", _norm_sum([_X])
     ),
     "kernels/normed.py check_normed 1": Program(
-        _normed([_X[:1]]), "pass parts with the shape of the residual", _normed([_X])
+        _norm_sum([_X[:1]]), "pass parts with the shape of the residual", _norm_sum([_X])
     ),
     "kernels/normed.py check_normed 2": Program(
-        _normed([_X.double()]),
+        _norm_sum([_X.double()]),
         "in one dtype on one device",
-        _normed([_X.double()], _X.double(), _W.double()),
+        _norm_sum([_X.double()], _X.double(), _W.double()),
     ),
     "kernels/normed.py _check 0": Program(
-        _scattered(dim=1), "scatter along a dim before the last", _scattered(dim=0)
+        _check_operands(dim=1), "scatter along a dim before the last", _check_operands(dim=0)
     ),
     "kernels/normed.py _check 1": Program(
-        _scattered(residual=_X[:1]), "of the rank's shard of the product", _scattered()
+        _check_operands(residual=_X[:1]), "of the rank's shard of the product", _check_operands()
     ),
     "kernels/normed.py dot_reduce_add_rmsnorm 0": Program(
         _product(9),
@@ -202,19 +204,19 @@ PROGRAMS: dict[str, Program] = {
         lambda: (ops.dot(_EQUATION, _A, _B), _product(8)()),
     ),
     "kernels/packing.py _check 0": Program(
-        _packed(torch.ones(2), (2,), parts=2, first=1, count=2),
+        _pack(torch.ones(2), (2,), parts=2, first=1, count=2),
         "within the parts",
-        _packed(torch.ones(1), (2,), parts=2, first=1, count=1),
+        _pack(torch.ones(1), (2,), parts=2, first=1, count=1),
     ),
     "kernels/packing.py _check 1": Program(
-        _packed(torch.ones(2, dtype=torch.int32), (2,)),
+        _pack(torch.ones(2, dtype=torch.int32), (2,)),
         "only floating-point tensors",
-        _packed(torch.ones(2), (2,)),
+        _pack(torch.ones(2), (2,)),
     ),
     "kernels/packing.py _check 2": Program(
-        _packed(torch.ones(6, 5), (7, 5), parts=2, first=1, count=1),
+        _pack(torch.ones(6, 5), (7, 5), parts=2, first=1, count=1),
         "see BucketLayout.local_sizes",
-        _packed(
+        _pack(
             torch.ones(BucketLayout(((7, 5),), (0,), 2).local_sizes(1, 1)[0]),
             (7, 5),
             parts=2,
@@ -222,7 +224,9 @@ PROGRAMS: dict[str, Program] = {
             count=1,
         ),
     ),
-    "kernels/packing.py _whole_sizes 0": Program(_cut(1), "count dims from 0", _cut(0)),
+    "kernels/packing.py _whole_sizes 0": Program(
+        _pack_with_operator(1), "count dims from 0", _pack_with_operator(0)
+    ),
     "kernels/peers.py Peers.__init__ 0": Program(
         lambda: VirtualRanks(2, blocks=Blocks()), "omit blocks", lambda: VirtualRanks(2)
     ),
@@ -232,6 +236,6 @@ PROGRAMS: dict[str, Program] = {
         lambda: VirtualRanks(2).run([0, 1], []),
     ),
     "kernels/peers.py provide_peers 0": Program(
-        lambda: _provided("one"), "choose another name", lambda: _provided("two")
+        lambda: _provide("one"), "choose another name", lambda: _provide("two")
     ),
 }

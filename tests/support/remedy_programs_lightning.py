@@ -23,14 +23,14 @@ _EXAMPLE = (torch.zeros(4, 16),)
 
 
 def _lit() -> Any:
-    """Modules and data of tests of Lightning, which takes seconds to import."""
+    """Return the modules and data of the tests of Lightning, which takes seconds to import."""
     from tests.support import lit
 
     return lit
 
 
 class Stream(IterableDataset[Any]):
-    """Samples that may be read once."""
+    """A stream of samples that can be read once."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(_lit().batches(8, 1).dataset)
@@ -38,25 +38,25 @@ class Stream(IterableDataset[Any]):
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """LightningModules by name."""
+    """Return LightningModules by name."""
     lit = _lit()
 
     class Two(lit.Classifier):
-        """Trains two children."""
+        """Trains two child modules."""
 
         def __init__(self) -> None:
             super().__init__()
             self.other = lit.Net()
 
     class Both(lit.Classifier):
-        """Trains one child that holds two."""
+        """Trains one child module that contains two."""
 
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(self.net, nn.Linear(4, 4))
 
     class Before(lit.Classifier):
-        """Its step reads what the begin of a run makes."""
+        """Its step reads an attribute that is created at the start of a run."""
 
         def on_train_start(self) -> None:
             self.factor = 2.0
@@ -71,7 +71,7 @@ def _kinds() -> dict[str, Any]:
             return self.net.up(batch[0]).sum()
 
     class Optimizers(lit.Classifier):
-        """Has so many optimizers."""
+        """Has a given number of optimizers."""
 
         def __init__(self, count: int) -> None:
             super().__init__()
@@ -93,12 +93,12 @@ def _kinds() -> dict[str, Any]:
     return {kind.__name__: kind for kind in (lit.Classifier, Two, Both, Before, Aside, Optimizers)}
 
 
-def _trainer(example: Any = None, **asked: Any) -> Any:
+def _trainer(example: Any = None, **options: Any) -> Any:
     import lightning
 
     strategy = autopar.LightningStrategy(compile_options=_OPTIONS, example_inputs=example)
-    usual = {"max_epochs": 1, "enable_checkpointing": False, **_lit().QUIET}
-    return lightning.Trainer(strategy=strategy, **{**usual, **asked})
+    defaults = {"max_epochs": 1, "enable_checkpointing": False, **_lit().QUIET}
+    return lightning.Trainer(strategy=strategy, **{**defaults, **options})
 
 
 def _quietly(work: Callable[[Path], object]) -> Callable[[], object]:
@@ -120,18 +120,19 @@ def _fit(
     *given: Any,
     data: Callable[[], Any] | None = None,
     example: Any = None,
-    asked: Callable[[], dict[str, Any]] = dict,
+    arguments: Callable[[], dict[str, Any]] = dict,
 ) -> Callable[[], object]:
-    """A run of a LightningModule.
+    """Train a LightningModule.
 
     Args:
-        data: makes its loader. example: a batch as the child is called with it. asked: makes
-            arguments of the trainer.
+        data: returns the data loader.
+        example: a batch as the child module is called with it.
+        arguments: returns arguments of the trainer.
     """
 
     def work(folder: Path) -> object:
         loader = _lit().batches(8, 1) if data is None else data()
-        return _trainer(example, **asked()).fit(_kinds()[kind](*given), loader)
+        return _trainer(example, **arguments()).fit(_kinds()[kind](*given), loader)
 
     return _quietly(work)
 
@@ -143,19 +144,19 @@ def _averaging() -> dict[str, Any]:
 
 
 def _own_average() -> dict[str, Any]:
-    """Averages the compiled module's parameters in a hook."""
+    """Average the parameters of the compiled module in a hook."""
     from lightning.pytorch import callbacks
 
     class Average(callbacks.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            found = [p.to_local().detach().clone() for p in module.net.parameters()]
-            self.sums = [a + b for a, b in zip(found, getattr(self, "sums", found), strict=True)]
+            values = [p.to_local().detach().clone() for p in module.net.parameters()]
+            self.sums = [a + b for a, b in zip(values, getattr(self, "sums", values), strict=True)]
 
     return {"callbacks": [Average()]}
 
 
 def _resumed(change: Callable[[Path], object], begin: bool = False) -> Callable[[], object]:
-    """A run goes on from a checkpoint to which something happened, or begins with its weights."""
+    """Resume from a checkpoint that was changed, or start with its weights."""
 
     def work(folder: Path) -> object:
         path = folder / "end.ckpt"
@@ -211,19 +212,19 @@ PROGRAMS: dict[str, Program] = {
         _fit("Optimizers", 1),
     ),
     "integrations/lightning_modules.py check_trainer 0": Program(
-        _fit(asked=lambda: {"precision": "16-true"}),
+        _fit(arguments=lambda: {"precision": "16-true"}),
         '"bf16-true"',
-        _fit(asked=lambda: {"precision": "bf16-true"}),
+        _fit(arguments=lambda: {"precision": "bf16-true"}),
     ),
     "integrations/lightning_modules.py check_trainer 1": Program(
-        _fit(asked=_averaging),
+        _fit(arguments=_averaging),
         "p.to_local() of the compiled module's parameters in a custom hook",
-        _fit(asked=_own_average),
+        _fit(arguments=_own_average),
     ),
     "integrations/lightning_strategy.py WholeBatches.setup_environment 0": Program(
-        _fit(asked=lambda: {"devices": 2}),
+        _fit(arguments=lambda: {"devices": 2}),
         "or pass Trainer(devices=1)",
-        _fit(asked=lambda: {"devices": 1}),
+        _fit(arguments=lambda: {"devices": 1}),
     ),
     "integrations/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 0": Program(
         _resumed(_without_state), "move end.ckpt.autopar too", _resumed(lambda folder: None)

@@ -1,5 +1,5 @@
-"""Programs for the remedies of what is done to a compiled module, its parts, and the plain model
-that it was made of."""
+"""Programs for the remedies of operations on a compiled module, its submodules, and the plain
+model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Part(nn.Linear):
-    """A layer with a length, a property that computes, and a method that calls what is no
-    tensor."""
+    """A layer with a length, a property with a computation, and a method that calls a non-tensor
+    attribute."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -46,7 +46,8 @@ class Part(nn.Linear):
 
 
 class Net(nn.Module):
-    """Reads an attribute, a buffer, and what is beside the model; has a state that is no tensor."""
+    """A model that reads an attribute, a buffer and a plain tensor, with an extra state that is not
+    a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Net(nn.Module):
 
 
 class Counting(nn.Module):
-    """Runs its layer as often as a buffer says, or as it is told."""
+    """A model that runs its layer as often as a buffer or an argument says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,12 +85,12 @@ Work = Callable[[Any, Any], object]
 
 
 def compiled(plain: nn.Module, *batch: Any, **options: Any) -> Any:
-    """A model on one CPU, for a batch of [8, 4] where none is given."""
+    """Compile a model on one CPU, by default for a batch of [8, 4]."""
     return autopar.compile(plain, example_inputs=batch or (X,), hardware="cpu-gloo", **options)
 
 
 def _pair(work: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], object]:
-    """What is done with a plain model and the compiled one."""
+    """Run `work` on a plain model and its compiled module."""
 
     def program() -> object:
         plain = kind()
@@ -98,8 +99,8 @@ def _pair(work: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], objec
     return program
 
 
-def _then_called(*changes: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], object]:
-    """What is done before a call."""
+def _call_after(*changes: Work, kind: Callable[[], nn.Module] = Net) -> Callable[[], object]:
+    """Call the compiled module after some changes."""
 
     def work(plain: Any, module: Any) -> object:
         for change in changes:
@@ -112,7 +113,7 @@ def _then_called(*changes: Work, kind: Callable[[], nn.Module] = Net) -> Callabl
 def _before(
     change: Callable[[Any], object], work: Work = lambda plain, module: module(X)
 ) -> Callable[[], object]:
-    """What is done to the plain model before it is compiled."""
+    """Change the plain model before it is compiled."""
 
     def kind() -> nn.Module:
         net = Net()
@@ -123,19 +124,19 @@ def _before(
 
 
 def on_a_copy(plain: nn.Module, module: Any) -> Any:
-    """The plain copy that has the values trained here."""
-    copied = copy.deepcopy(plain)
-    copied.load_state_dict(module.full_state_dict(), assign=True)
-    return copied
+    """Return a plain copy with the trained values."""
+    model = copy.deepcopy(plain)
+    model.load_state_dict(module.full_state_dict(), assign=True)
+    return model
 
 
-def _copied(work: Callable[[Any], object]) -> Callable[[], object]:
+def _with_copy(work: Callable[[Any], object]) -> Callable[[], object]:
     return _pair(lambda plain, module: work(on_a_copy(plain, module)))
 
 
 @contextmanager
 def two_ranks() -> Iterator[None]:
-    """The first of two ranks, whose collectives do nothing."""
+    """Run as the first of two ranks, with collectives that do nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -146,7 +147,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def _output(work: Callable[[Any], object]) -> Callable[[], object]:
-    """What is done with an output of which each of two ranks has a half."""
+    """Run `work` on an output that is sharded over two ranks."""
 
     def program() -> object:
         with two_ranks():
@@ -209,8 +210,8 @@ def _with_hook_removed(plain: Any, module: Any) -> object:
     return module(X)
 
 
-def _counted(change: bool, again: bool = False) -> Callable[[], object]:
-    """A buffer that says how often a layer runs."""
+def _change_count(change: bool, again: bool = False) -> Callable[[], object]:
+    """Change a buffer that determines how often a layer runs."""
 
     def work(plain: Any, module: Any) -> object:
         if change:
@@ -237,12 +238,12 @@ def _state(change: bool) -> Work:
 
 STANDING: dict[str, Program] = {
     "runtime/module_shell.py Standing.__getattr__ 0": Program(
-        _pair(lambda plain, module: module.no_sync()), "leave it out", _then_called()
+        _pair(lambda plain, module: module.no_sync()), "leave it out", _call_after()
     ),
     "runtime/module_shell.py Standing._read_property 0": Program(
         _pair(lambda plain, module: module.body.size),
         "plain.load_state_dict(pm.full_state_dict(), assign=True)",
-        _copied(lambda plain: plain.body.size),
+        _with_copy(lambda plain: plain.body.size),
     ),
     "runtime/module_shell.py Standing.__setattr__ 0": Program(
         _pair(lambda plain, module: setattr(module, "factor", 3.0)),
@@ -255,17 +256,17 @@ STANDING: dict[str, Program] = {
     "runtime/module_shell.py Standing._check_held 0": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
         "and compile that",
-        _copied(_larger),
+        _with_copy(_larger),
     ),
     "runtime/module_shell.py Standing._check_held 1": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "write into 'weight' under torch.no_grad(): p.copy_(...)",
-        _then_called(lambda plain, module: _written(module.body.weight)),
+        _call_after(lambda plain, module: _written(module.body.weight)),
     ),
     "runtime/module_shell.py Standing._check_held 1 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "pass full tensors to pm.load_state_dict",
-        _then_called(
+        _call_after(
             lambda plain, module: module.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
             )
@@ -279,7 +280,7 @@ STANDING: dict[str, Program] = {
     "runtime/module_shell.py Standing._apply 1": Program(
         _pair(lambda plain, module: module.share_memory()),
         "remove the call to share_memory",
-        _then_called(),
+        _call_after(),
     ),
     "runtime/module_shell.py Standing.__reduce_ex__ 0": Program(
         _pair(lambda plain, module: pickle.dumps(module)),
@@ -289,7 +290,7 @@ STANDING: dict[str, Program] = {
     "runtime/module_shell.py Part.forward 0": Program(
         _pair(lambda plain, module: module.body(X)),
         "or call the part on a plain copy",
-        _copied(lambda plain: plain.body(X)),
+        _with_copy(lambda plain: plain.body(X)),
     ),
     "runtime/module_shell.py Part.forward 0 | compiled": Program(
         _pair(lambda plain, module: module.body(X)),
@@ -304,7 +305,7 @@ STANDING: dict[str, Program] = {
     "runtime/module_shell.py Part.train 0 | whole": Program(
         _pair(lambda plain, module: module.drop.eval()),
         "or call pm.train() or pm.eval()",
-        _then_called(lambda plain, module: module.eval()),
+        _call_after(lambda plain, module: module.eval()),
     ),
     "runtime/module_shell.py Part.register_forward_hook 0": Program(
         _pair(lambda plain, module: module.body.register_forward_hook(lambda *_: None)),
@@ -319,12 +320,12 @@ STANDING: dict[str, Program] = {
     "runtime/methods.py method_of 0": Program(
         _pair(lambda plain, module: module.body.reset_parameters()),
         "on a plain copy",
-        _copied(lambda plain: plain.body.reset_parameters()),
+        _with_copy(lambda plain: plain.body.reset_parameters()),
     ),
     "runtime/methods.py _refuse 0": Program(
         _pair(lambda plain, module: module.body.helped()),
         "on a plain copy",
-        _copied(lambda plain: plain.body.helped()),
+        _with_copy(lambda plain: plain.body.helped()),
     ),
     "runtime/module_shell.py _refuse_operator.refuse 0": Program(
         _pair(lambda plain, module: len(module.body)),
@@ -365,62 +366,62 @@ STANDING: dict[str, Program] = {
 
 PLAIN: dict[str, Program] = {
     "runtime/plain_model.py PlainModel.check 0": Program(
-        _then_called(lambda plain, module: plain.body.weight.register_hook(lambda grad: grad)),
+        _call_after(lambda plain, module: plain.body.weight.register_hook(lambda grad: grad)),
         "register it on pm.get_parameter('body.weight')",
-        _then_called(
+        _call_after(
             lambda plain, module: module.get_parameter("body.weight").register_hook(
                 lambda grad: grad
             )
         ),
     ),
     "runtime/plain_model.py PlainModel._check_mode 0": Program(
-        _then_called(lambda plain, module: plain.eval()),
+        _call_after(lambda plain, module: plain.eval()),
         "call pm.eval()",
-        _then_called(lambda plain, module: plain.eval(), lambda plain, module: module.eval()),
+        _call_after(lambda plain, module: plain.eval(), lambda plain, module: module.eval()),
     ),
     "runtime/plain_model.py PlainModel._check_mode 0 | part": Program(
-        _then_called(lambda plain, module: plain.drop.eval()),
+        _call_after(lambda plain, module: plain.drop.eval()),
         "set it back",
-        _then_called(
+        _call_after(
             lambda plain, module: plain.drop.eval(), lambda plain, module: plain.drop.train()
         ),
     ),
     "runtime/plain_model.py PlainModel._check_hooks 0": Program(
-        _then_called(_hook), "remove it", _pair(_with_hook_removed)
+        _call_after(_hook), "remove it", _pair(_with_hook_removed)
     ),
     "runtime/plain_model.py PlainModel._check_hooks 0 | before": Program(
-        _then_called(_hook),
+        _call_after(_hook),
         "or register it before compiling",
         _before(lambda net: _hook(net, None)),
     ),
     "runtime/plain_model.py PlainModel._check_frozen 0": Program(
-        _then_called(lambda plain, module: plain.body.weight.requires_grad_(False)),
+        _call_after(lambda plain, module: plain.body.weight.requires_grad_(False)),
         "pm.get_parameter('body.weight').requires_grad_(False)",
-        _then_called(
+        _call_after(
             lambda plain, module: plain.body.weight.requires_grad_(False),
             lambda plain, module: module.get_parameter("body.weight").requires_grad_(False),
         ),
     ),
     "runtime/plain_model.py PlainModel._report_written 0": Program(
-        _then_called(
+        _call_after(
             lambda plain, module: plain.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
             )
         ),
         "call load_state_dict of the compiled module",
-        _then_called(
+        _call_after(
             lambda plain, module: module.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
             )
         ),
     ),
     "runtime/plain_model.py PlainModel._report_written 0 | before": Program(
-        _then_called(lambda plain, module: _written(plain.body.weight)),
+        _call_after(lambda plain, module: _written(plain.body.weight)),
         "or load the weights before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
     ),
     "runtime/guards.py _changed_error 0": Program(
-        _then_called(lambda plain, module: plain.beside.add_(1.0)),
+        _call_after(lambda plain, module: plain.beside.add_(1.0)),
         "let forward read it from a buffer (register_buffer)",
         _before(
             _set("beside", torch.ones(4)),
@@ -428,20 +429,22 @@ PLAIN: dict[str, Program] = {
         ),
     ),
     "runtime/guards.py _changed_error 1": Program(
-        _then_called(lambda plain, module: setattr(plain, "factor", 3.0)),
+        _call_after(lambda plain, module: setattr(plain, "factor", 3.0)),
         "set it back to 2.0",
-        _then_called(
+        _call_after(
             lambda plain, module: setattr(plain, "factor", 3.0),
             lambda plain, module: setattr(plain, "factor", 2.0),
         ),
     ),
     "runtime/guards.py KnownBuffers.check 0": Program(
-        _counted(True), "compile the model again with these values", _counted(False, again=True)
+        _change_count(True),
+        "compile the model again with these values",
+        _change_count(False, again=True),
     ),
     "runtime/tensor_guards.py refuse_given_data 0": Program(
-        _then_called(lambda plain, module: setattr(module.body.weight, "data", torch.ones(4, 4))),
+        _call_after(lambda plain, module: setattr(module.body.weight, "data", torch.ones(4, 4))),
         "p.copy_(...)",
-        _then_called(lambda plain, module: _written(module.body.weight)),
+        _call_after(lambda plain, module: _written(module.body.weight)),
     ),
 }
 

@@ -1,5 +1,5 @@
-"""Programs for the remedies of planning: memory, microbatches, stages, outputs; and of rules for
-a user's own ops."""
+"""Programs for the remedies of planning (memory, microbatches, stages and outputs) and of rules for
+custom ops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _registered(op: Any = twice, rule: str = "m n -> m n", **options: Any) -> Callable[[], object]:
-    """A rule that is taken, and forgotten again."""
+    """Register a rule and remove it again."""
 
     def program() -> None:
         rules.register(op, rule, **options)
@@ -69,7 +69,7 @@ def _of(function: Callable[..., Any], batch: Any = (X,), **options: Any) -> Call
 
 
 def _parts(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    """A model of which each rank passes its part of the batch."""
+    """Check a model to which each rank passes its part of the batch."""
     return lambda: refuse_parts(capture(model, (x,)), "local")
 
 
@@ -77,7 +77,7 @@ _OUTPUTS = Called(lambda layer, x: layer(x))
 
 
 def _written_to(name: str, **options: Any) -> Callable[[], object]:
-    """A plan whose integer program is written to a file of this name in a new folder."""
+    """Plan and write the integer program to a file with this name in a new folder."""
 
     def program() -> object:
         with tempfile.TemporaryDirectory() as folder:

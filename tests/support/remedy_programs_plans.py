@@ -1,5 +1,5 @@
-"""Programs for the remedies of plans that are given: for another model, mesh, profile or call,
-or changed by hand; and of rules."""
+"""Programs for the remedies of given plans (for another model, mesh, profile or call, or with
+manual changes) and of rules."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MODEL, BATCH = Mlp(4, 8, 2), {"x": X}
 
 @cache
 def made(mesh: Any = 2, **options: Any) -> Plan:
-    """The plan of a small MLP."""
+    """Return the plan of a small MLP."""
     settings = {"hardware": "cpu-gloo", **options}
     return autopar.plan(MODEL, mesh, example_inputs=BATCH, **settings)
 
 
 @cache
 def data() -> Plan:
-    """A plan over an axis `data`."""
+    """Return a plan with an axis `data`."""
     return made(Mesh({"data": 2}), constraints=(constraints.ddp("data"),))
 
 
@@ -52,25 +52,27 @@ def traced() -> Trace:
     return capture(MODEL, (), BATCH)
 
 
-def _by_hand(plan: Plan) -> Plan:
-    """The plan with a decision of another's."""
+def _with_wrong_strategy(plan: Plan) -> Plan:
+    """Return the plan with a strategy that does not fit its op."""
     position, entry = next((i, e) for i, e in enumerate(plan.entries) if e.op == "dot")
     nodes = tuple(
         replace(n, strategy=replace(n.strategy, inputs=n.strategy.outputs)) for n in entry.nodes
     )
-    changed = replace(entry, nodes=nodes)
-    return replace(plan, entries=(*plan.entries[:position], changed, *plan.entries[position + 1 :]))
+    changed_entry = replace(entry, nodes=nodes)
+    return replace(
+        plan, entries=(*plan.entries[:position], changed_entry, *plan.entries[position + 1 :])
+    )
 
 
-def _asked(
+def _what_if(
     plan: Callable[[], Plan], model: nn.Module = MODEL, **change: Any
 ) -> Callable[[], object]:
-    """What a plan would take elsewhere."""
+    """Run `what_if` with other settings."""
     return lambda: autopar.what_if(plan(), model, BATCH, **{"hardware": "cpu-gloo", **change})
 
 
 class Sized(nn.Module):
-    """Splits its rows as `sizes` says, whose values forward reads."""
+    """Splits its rows by `sizes`, whose values forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ _SIZES = torch.tensor([[2, 2], [2, 2]])
 
 
 class Locked(nn.Module):
-    """A model that cannot be copied, or can."""
+    """A model that can or cannot be copied."""
 
     def __init__(self, locked: bool) -> None:
         super().__init__()
@@ -95,31 +97,31 @@ class Locked(nn.Module):
         return self.layer(x).square().mean()
 
 
-def _called(model: nn.Module, example: Tensor) -> Callable[[], object]:
-    """A call of eight samples, where the model was compiled for such, or for others."""
+def _compile_and_call(model: nn.Module, example: Tensor) -> Callable[[], object]:
+    """Compile a model for an example and call it with eight samples."""
 
     def program() -> object:
-        compiled = autopar.compile(model, 1, example_inputs=(example,), hardware="cpu-gloo")
-        compiled.load_state_dict(model.state_dict())
-        return compiled(X)
+        module = autopar.compile(model, 1, example_inputs=(example,), hardware="cpu-gloo")
+        module.load_state_dict(model.state_dict())
+        return module(X)
 
     return program
 
 
 def _roots(layer: nn.Module, x: Tensor) -> Tensor:
-    """Of a sample alone the loss is another function, which its graph does not tell."""
+    """Compute another function for a single sample, which is not visible in the graph."""
     return layer(x).square().mean() if x.shape[0] > 1 else layer(x).square().sum().div(4).sqrt()
 
 
 def _alone(layer: nn.Module, x: Tensor) -> Tensor:
-    """Of a sample alone the loss is another mean than of several."""
+    """Compute another mean for a single sample than for several samples."""
     picked, squares = (x > 0).float(), layer(x).square()
     return (squares * picked).sum() / picked.sum() if x.shape[0] > 1 else squares.mean()
 
 
-def _placed(second: str) -> Callable[[], object]:
-    """Where a model of two parameters is: the second is of another kind of device, as far as its
-    class says."""
+def _find_device_type(second: str) -> Callable[[], object]:
+    """Find the device type of a model whose second parameter claims to be on another type of
+    device."""
 
     class Elsewhere(nn.Parameter):
         device = torch.device(second)
@@ -133,12 +135,12 @@ def _placed(second: str) -> Callable[[], object]:
 _GATHER = Collective("all_gather", 0, 0, -1, "", "float32", 64)
 
 
-def _timed(link: str) -> Callable[[], object]:
+def _time(link: str) -> Callable[[], object]:
     return lambda: collective_time(_GATHER, 2, link, HardwareProfile.load("cpu-gloo"))
 
 
-def _written(place: Callable[[Path], Path]) -> Callable[[], object]:
-    """A file somewhere in a folder."""
+def _check_file(place: Callable[[Path], Path]) -> Callable[[], object]:
+    """Check that a file in a folder can be written."""
 
     def program() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -156,27 +158,27 @@ _SQUARE = Mesh({"a": 2, "b": 2})
 _GRID = constraints.tensor_parallel("2d", axes=("a", "b"))
 
 
-def _there(axes: dict[str, int], *asked: Any) -> Callable[[], object]:
-    """What a plan for a square has to obey on a mesh of these axes."""
+def _rewrite(axes: dict[str, int], *asked: Any) -> Callable[[], object]:
+    """Rewrite constraints of a plan for a square mesh to a mesh with other axes."""
     return lambda: rewrite_for_mesh(asked, _SQUARE, Mesh(axes), "")
 
 
 @cache
 def long() -> tuple[Plan, nn.Module, dict[str, Tensor]]:
-    """A plan that splits a long batch, which is on meta, with the call."""
+    """Return a plan that shards a long batch on the meta device, and the call."""
     model, batch = Mlp(256, 1024, 1), {"x": torch.empty(2**16, 256, device="meta")}
     mesh = Mesh({"data": 2})
     return autopar.plan(model, mesh, example_inputs=batch, hardware="h100-sxm"), model, batch
 
 
-def _wider(size: int) -> Callable[[], object]:
-    """The same on more devices."""
+def _what_if_devices(size: int) -> Callable[[], object]:
+    """Run `what_if` for this plan on another number of devices."""
     return lambda: autopar.what_if(*long(), mesh={"data": size}, hardware="h100-sxm")
 
 
 PROGRAMS: dict[str, Program] = {
     "errors.py ChangedPlanError.__init__ 0": Program(
-        lambda: emit_stage(traced(), _by_hand(data())),
+        lambda: emit_stage(traced(), _with_wrong_strategy(data())),
         "plan again",
         lambda: emit_stage(traced(), data()),
     ),
@@ -203,12 +205,12 @@ PROGRAMS: dict[str, Program] = {
         ),
     ),
     "api/building.py _device_type 0": Program(
-        _placed("cuda"), "move the model to one type of device", _placed("cpu")
+        _find_device_type("cuda"), "move the model to one type of device", _find_device_type("cpu")
     ),
     "api/building.py Structure.as_called 0": Program(
         lambda: Structure.of(Locked(True)).as_called(True, {}),
         "compile the model for that call and load its state with load_state_dict",
-        _called(Locked(True), X),
+        _compile_and_call(Locked(True), X),
     ),
     "api/planning.py verify 0": Program(
         lambda: autopar.verify(made(), MODEL, BATCH, dtype=torch.float16),
@@ -243,7 +245,7 @@ PROGRAMS: dict[str, Program] = {
     "api/what_if.py flips 0 | elsewhere": Program(
         lambda: autopar.flips(made(), MODEL, BATCH, hardware="h100-sxm"),
         "call autopar.what_if with this one",
-        _asked(made, hardware="h100-sxm"),
+        _what_if(made, hardware="h100-sxm"),
     ),
     "planner/transfer_plan.py _check 0": Program(
         lambda: stages_on(data(), Mesh({"rows": 2})),
@@ -256,20 +258,22 @@ PROGRAMS: dict[str, Program] = {
         lambda: stages_on(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
     ),
     "planner/transfer_plan.py _check_inputs 0": Program(
-        _wider(2**17), "use smaller axes", _wider(4)
+        _what_if_devices(2**17), "use smaller axes", _what_if_devices(4)
     ),
     "planner/reprice.py _refusal 1": Program(
-        _asked(lambda: _by_hand(data())), "plan again for this model and mesh", _asked(data)
+        _what_if(lambda: _with_wrong_strategy(data())),
+        "plan again for this model and mesh",
+        _what_if(data),
     ),
     "constraints/together.py _named 0": Program(
-        _there({"a": 2, "c": 2}, _GRID),
+        _rewrite({"a": 2, "c": 2}, _GRID),
         "use these axis names in the other mesh",
-        _there({"a": 2, "b": 2}, _GRID),
+        _rewrite({"a": 2, "b": 2}, _GRID),
     ),
     "constraints/together.py _named 0 | without": Program(
-        _there({"a": 2, "c": 2}, _GRID),
+        _rewrite({"a": 2, "c": 2}, _GRID),
         "plan for it without this constraint",
-        _there({"a": 2, "c": 2}),
+        _rewrite({"a": 2, "c": 2}),
     ),
     "core/layout.py read_layout 1": Program(
         lambda: Layout.parse("S(0)#1 S(0)"),
@@ -277,17 +281,17 @@ PROGRAMS: dict[str, Program] = {
         lambda: Layout.parse("S(0)#1 S(0)#0"),
     ),
     "core/collective.py collective_time 0": Program(
-        _timed("moon"), "links are intra", _timed("intra")
+        _time("moon"), "links are intra", _time("intra")
     ),
     "core/terminal.py check_writable 0": Program(
-        _written(lambda folder: folder),
+        _check_file(lambda folder: folder),
         "name a file in it",
-        _written(lambda folder: folder / "plan.json"),
+        _check_file(lambda folder: folder / "plan.json"),
     ),
     "core/terminal.py check_writable 1": Program(
-        _written(lambda folder: folder / "plans" / "plan.json"),
+        _check_file(lambda folder: folder / "plans" / "plan.json"),
         "check the path, or create the folder",
-        _written(_with_folder),
+        _check_file(_with_folder),
     ),
     "core/terminal.py parse_size 0": Program(
         lambda: parse_size("80 gigs"), "72GiB", lambda: parse_size("72GiB")

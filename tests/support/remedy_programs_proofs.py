@@ -1,5 +1,5 @@
-"""Programs for the remedies of validation, verification and certificates: programs, models and
-plans that were changed."""
+"""Programs for the remedies of validation, verification and certificates: changed programs, models
+and plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HARDWARE = HardwareProfile.load("cpu-gloo")
 
 
 class Scaled(nn.Module):
-    """A layer, times a plain number."""
+    """A linear layer times a Python number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scaled(nn.Module):
 
 
 class Drawing(Scaled):
-    """Draws numbers, of which `unread` are never read; or by another distribution."""
+    """Draws random numbers, some of which are not read (`unread`) or have another distribution."""
 
     def __init__(self, unread: bool = False, kind: str = "normal") -> None:
         super().__init__()
@@ -56,31 +56,36 @@ class Drawing(Scaled):
         return self.layer(x * noise).square().mean()
 
 
-def _verified(
+def _verify(
     kind: Callable[[], nn.Module] = Scaled,
     *,
     model: Callable[[Any], object] = lambda model: None,
     program: Callable[[Any], object] = lambda program: None,
     **how: Any,
 ) -> Callable[[], object]:
-    """Verify a program, after changes to the model or to the program."""
+    """Verify a program after changes of the model or of the program."""
 
     def work() -> object:
         plain = kind()
         trace = capture(plain, (_X,))
-        made = make_plan(trace, Mesh(2), _HARDWARE, PlanOptions())
-        emitted = emit(trace, made.plan)
-        changed = model(plain)
-        program(emitted)
+        result = make_plan(trace, Mesh(2), _HARDWARE, PlanOptions())
+        emitted_program = emit(trace, result.plan)
+        other = model(plain)
+        program(emitted_program)
         return verify_program(
-            trace, emitted, changed if isinstance(changed, nn.Module) else plain, (_X,), {}, **how
+            trace,
+            emitted_program,
+            other if isinstance(other, nn.Module) else plain,
+            (_X,),
+            {},
+            **how,
         )
 
     return work
 
 
-def _validated(change: Callable[[Any], Any]) -> Callable[[], object]:
-    """Validate a program, after it was changed."""
+def _validate(change: Callable[[Any], Any]) -> Callable[[], object]:
+    """Validate a changed program."""
 
     def work() -> object:
         trace = capture(Scaled(), (_X,))
@@ -91,47 +96,47 @@ def _validated(change: Callable[[Any], Any]) -> Callable[[], object]:
 
 
 def _wrong_node(program: Any) -> None:
-    """A node of the forward graph makes twice what it made."""
+    """Double the result of a node of the forward graph."""
     forward = program.stages[0].forward
     graph = forward.graph
     node = next(n for n in graph.nodes if "tanh" in str(n.target))
     with graph.inserting_after(node):
-        wrong = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
-    node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
-    wrong.meta = dict(node.meta)
+        doubled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+    node.replace_all_uses_with(doubled, delete_user_cb=lambda user: user is not doubled)
+    doubled.meta = dict(node.meta)
     forward.recompile()
 
 
 def _in_microbatches(wrong: bool) -> Callable[[], object]:
-    """Microbatches that are said to take all of an input, or as it was planned."""
+    """Validate microbatches as planned, or with an input that is not split."""
 
     def work() -> object:
         model = Mlp(4, 8, 1)
         plan = autopar.plan(model, 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=2)
         trace = capture(model, (_X,))
-        part, how, made = staged_trace(plan, model, trace, (_X,), {})
-        program = emit(part, plan, how, made)
-        counted = replace(program.microbatches, inputs={}) if wrong else program.microbatches
-        return validate_microbatches(trace, program.trace, counted)
+        part, how, stages = staged_trace(plan, model, trace, (_X,), {})
+        program = emit(part, plan, how, stages)
+        microbatches = replace(program.microbatches, inputs={}) if wrong else program.microbatches
+        return validate_microbatches(trace, program.trace, microbatches)
 
     return work
 
 
 def _in_one(model: Callable[[], nn.Module] = lambda: Mlp(4, 8, 1)) -> object:
-    """The same in one microbatch."""
+    """Plan the same model with one microbatch."""
     return autopar.plan(model(), 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=1)
 
 
 class Masked(Scaled):
-    """Drops features of all samples alike, and leaves samples without a label out of its loss."""
+    """Drops the same features of all samples, and ignores samples without a label in its loss."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         mask = nn.functional.dropout(torch.ones(4), 0.5, self.training)
         return nn.functional.cross_entropy(self.layer(x * mask), y)
 
 
-def _masked(train: bool = True, num: int = 2) -> Callable[[], object]:
-    """Verify a plan of microbatches that draw numbers."""
+def _verify_masked(train: bool = True, num: int = 2) -> Callable[[], object]:
+    """Verify a plan with microbatches that draw random numbers."""
 
     def work() -> object:
         model = Masked().train(train)
@@ -157,7 +162,7 @@ def _in_precision(dtype: torch.dtype | None) -> Callable[[], object]:
 
 
 class _Picks(nn.Module):
-    """Picks the tokens of the largest norm, with norms that the weights may make equal."""
+    """Picks the tokens with the largest norms, which the weights may make equal."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -167,12 +172,12 @@ class _Picks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.down(self.up(x).relu())
         h = nn.functional.normalize(h, dim=-1) + self.scale * x
-        picked = h.square().sum(-1).topk(3, 1).indices
-        return h.gather(1, picked.unsqueeze(-1).expand(-1, -1, 8)).square()[..., :2].mean()
+        indices = h.square().sum(-1).topk(3, 1).indices
+        return h.gather(1, indices.unsqueeze(-1).expand(-1, -1, 8)).square()[..., :2].mean()
 
 
-def _picked(scale: float) -> Callable[[], object]:
-    """Verify a plan that adds up partial sums; with a scale of 0, all norms are equal."""
+def _verify_picks(scale: float) -> Callable[[], object]:
+    """Verify a plan with partial sums. With a scale of 0, all norms are equal."""
 
     def work() -> object:
         torch.manual_seed(0)
@@ -189,15 +194,15 @@ def _picked(scale: float) -> Callable[[], object]:
     return work
 
 
-def _filled(value: float) -> Callable[[Any], None]:
+def _fill_weight(value: float) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         model.layer.weight.data.fill_(value)
 
     return change
 
 
-def _staged(change: Callable[[Any], None]) -> Plan:
-    """A plan of two stages, whose file was changed."""
+def _staged_plan(change: Callable[[Any], None]) -> Plan:
+    """Return a plan of two stages after a change of its JSON form."""
     model = Mlp(4, 8, 2)
     options: dict[str, Any] = {
         "num_microbatches": 2,
@@ -210,69 +215,69 @@ def _staged(change: Callable[[Any], None]) -> Plan:
 
 
 def _crosses(data: Any) -> None:
-    """What crosses is another value."""
+    """Let another node cross the stages."""
     for each in data["pipeline"]["crossings"][0]:
         each["node"] = "another"
 
 
-def _explained(change: Callable[[Any], None] = lambda data: None) -> Callable[[], object]:
-    return lambda: str(autopar.explain(_staged(change)))
+def _explain(change: Callable[[Any], None] = lambda data: None) -> Callable[[], object]:
+    return lambda: str(autopar.explain(_staged_plan(change)))
 
 
 PROGRAMS: dict[str, Program] = {
     "validation/states.py invalid 0": Program(
-        _validated(
+        _validate(
             lambda program: replace(program, stages=(replace(program.stages[0], mutated=("x",)),))
         ),
         "validate it as `emit` creates it from the plan",
-        _validated(lambda program: program),
+        _validate(lambda program: program),
     ),
     "validation/microbatch_graphs.py _InTime._error 0": Program(
         _in_microbatches(True), "pass num_microbatches=1 and no pipeline", _in_one
     ),
     "verification/case.py Case.of 0": Program(
-        _verified(model=lambda model: model.to("meta")),
+        _verify(model=lambda model: model.to("meta")),
         "verify a model and a batch with values",
-        _verified(),
+        _verify(),
     ),
     "verification/case.py Case._run_plain 0": Program(
-        _verified(lambda: Drawing(unread=True)),
+        _verify(lambda: Drawing(unread=True)),
         "remove random numbers that are never read",
-        _verified(Drawing),
+        _verify(Drawing),
     ),
     "verification/case.py Case._refused_by_kernels 0": Program(
         _in_precision(None), "pass dtype=torch.float64", _in_precision(torch.float64)
     ),
     "verification/case.py Case.run_plain 0": Program(
-        _masked(), "verify in eval mode", _masked(train=False)
+        _verify_masked(), "verify in eval mode", _verify_masked(train=False)
     ),
     "verification/case.py Case.run_plain 0 | one": Program(
-        _masked(), "or use a plan with one microbatch", _masked(num=1)
+        _verify_masked(), "or use a plan with one microbatch", _verify_masked(num=1)
     ),
     "verification/check.py _plain 0": Program(
-        _verified(model=_filled(float("nan"))),
+        _verify(model=_fill_weight(float("nan"))),
         "with a batch and weights that give a finite loss",
-        _verified(model=_filled(0.5)),
+        _verify(model=_fill_weight(0.5)),
     ),
     "verification/check.py _compare_case 0": Program(
-        _verified(model=lambda model: setattr(model, "scale", 2.0)),
+        _verify(model=lambda model: setattr(model, "scale", 2.0)),
         "the capture is wrong",
-        _verified(),
+        _verify(),
     ),
     "verification/check.py _refuse_undetermined 0": Program(
-        _picked(0.0),
+        _verify_picks(0.0),
         "does not choose between nearly equal numbers",
-        _picked(1.0),
+        _verify_picks(1.0),
     ),
     "verification/check.py diagnose.check 0": Program(
-        _verified(program=_wrong_node), "check this node and its operands", _verified()
+        _verify(program=_wrong_node), "check this node and its operands", _verify()
     ),
     "verification/drawing.py PositionalDraws.__torch_dispatch__ 0": Program(
-        _verified(Drawing, model=lambda model: setattr(model, "kind", "geometric")),
+        _verify(Drawing, model=lambda model: setattr(model, "kind", "geometric")),
         "draw with rand, randn or dropout",
-        _verified(Drawing),
+        _verify(Drawing),
     ),
     "explanation/link_prices.py _seconds_received 0": Program(
-        _explained(_crosses), "plan again", _explained()
+        _explain(_crosses), "plan again", _explain()
     ),
 }

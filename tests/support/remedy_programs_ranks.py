@@ -1,5 +1,5 @@
-"""Programs for the remedies of ranks: meshes and processes, what has to be alike on all of them,
-and how they end."""
+"""Programs for the remedies of ranks: meshes and processes, agreement of all ranks, and the end of
+ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ Change = Callable[[Any], Any]
 
 
 class Sized(nn.Module):
-    """Runs its layer as often as the first size says, and doubles the result where it is told
-    to."""
+    """Runs its layer as often as the first size says, and doubles the result if `double` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Sized(nn.Module):
 
 
 def _alone(work: Callable[[], object]) -> Callable[[], object]:
-    """Where no process group is there yet."""
+    """Run `work` without a process group."""
 
     def program() -> object:
         if dist.is_initialized():
@@ -60,7 +59,7 @@ def _alone(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def _of_two(work: Callable[[DeviceMesh], object], *names: str) -> Callable[[], object]:
-    """On the first of two ranks, whose collectives do nothing."""
+    """Run `work` as the first of two ranks, with collectives that do nothing."""
 
     def program() -> object:
         with two_ranks():
@@ -69,8 +68,11 @@ def _of_two(work: Callable[[DeviceMesh], object], *names: str) -> Callable[[], o
     return program
 
 
-def _says(owner: Any, change: Change, work: Callable[[DeviceMesh], object]) -> Callable[[], object]:
-    """Where ranks compare, the second says what `change` makes of what the first does."""
+def _with_second_rank(
+    owner: Any, change: Change, work: Callable[[DeviceMesh], object]
+) -> Callable[[], object]:
+    """Run `work` with a second rank whose value in comparisons is `change` of the value of the
+    first rank."""
 
     def patched(devices: DeviceMesh) -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -82,15 +84,15 @@ def _says(owner: Any, change: Change, work: Callable[[DeviceMesh], object]) -> C
 
 
 def _alike(change: Change, work: Callable[[DeviceMesh], object], says: str) -> Program:
-    """What is refused where ranks differ, and not where they do not."""
+    """Return a program that is refused if ranks differ and accepted if they do not."""
     return Program(
-        _says(rank_consistency, change, work),
+        _with_second_rank(rank_consistency, change, work),
         says,
-        _says(rank_consistency, lambda fact: fact, work),
+        _with_second_rank(rank_consistency, lambda fact: fact, work),
     )
 
 
-def _other(fact: list[Any]) -> list[Any]:
+def _without_first(fact: list[Any]) -> list[Any]:
     return [None, *fact[1:]]
 
 
@@ -101,14 +103,14 @@ def _compare_weights(devices: DeviceMesh) -> None:
         weights.check([(tensor, torch.ones(4, 4))], devices)
 
 
-def _built(first: Change) -> Callable[[], object]:
-    """Weights, of which the second rank has the first in another way."""
+def _share_weights(first: Change) -> Callable[[], object]:
+    """Share weights, the first of which differs on the second rank."""
 
     def change(fact: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         (name, digest), *rest = fact
         return [(name, first(digest)), *rest]
 
-    return _says(
+    return _with_second_rank(
         rank_consistency, change, lambda devices: rank_consistency.share_weights(Net(), devices)
     )
 
@@ -116,10 +118,10 @@ def _built(first: Change) -> Callable[[], object]:
 def _meet(
     step: Step, steps: int = 1, ends: str = "", limit_s: float = 60.0
 ) -> Callable[[], object]:
-    """Two ranks do the same for some steps, then `step`; here each is a thread."""
+    """Run the same steps on two ranks, then `step`. Each rank is a thread."""
 
     def program() -> None:
-        store, told = dist.HashStore(), dict[int, RankError]()
+        store, errors = dist.HashStore(), dict[int, RankError]()
         each = [Agreement(store, rank, 2, limit_s) for rank in range(2)]
 
         def one(rank: int) -> None:
@@ -128,14 +130,14 @@ def _meet(
                     each[rank].begin("calls the model", True)
                 step(rank, each[rank])
             except RankError as error:
-                told[rank] = error
+                errors[rank] = error
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank_agreement, "why_it_ends", lambda: End("it raised ValueError", ends))
             threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
             [thread.start() for thread in threads]
             [thread.join() for thread in threads]
-        for error in told.values():
+        for error in errors.values():
             raise error
 
     return program
@@ -159,7 +161,7 @@ def _one_comes(rank: int, each: Agreement) -> None:
 
 
 def _store(gone: bool) -> Callable[[], object]:
-    """The process that holds the store is there, or not."""
+    """Run with or without the process that holds the store."""
 
     def step(rank: int, each: Agreement) -> None:
         if gone and not rank:
@@ -171,7 +173,7 @@ def _store(gone: bool) -> Callable[[], object]:
 
 
 def _gpu(num: int) -> Callable[[], object]:
-    """The second process of a machine with so many GPUs."""
+    """Run as the second process of a machine with `num` GPUs."""
 
     def program() -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +191,7 @@ def _gpu(num: int) -> Callable[[], object]:
 
 
 def _topics(other: str) -> Callable[[], object]:
-    """What two ranks are about to do."""
+    """Compare what two ranks are about to do."""
 
     def program() -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -199,8 +201,8 @@ def _topics(other: str) -> Callable[[], object]:
     return program
 
 
-def _written(name: str) -> Callable[[], object]:
-    """Weights into a folder, or where a file is."""
+def _save_weights(name: str) -> Callable[[], object]:
+    """Save weights into a folder, or to a path below a file."""
 
     def program() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -210,8 +212,8 @@ def _written(name: str) -> Callable[[], object]:
     return program
 
 
-def _only(*given: Any, **named: Any) -> Callable[[], object]:
-    """A call of what no other program is made for."""
+def _call_single_program(*given: Any, **named: Any) -> Callable[[], object]:
+    """Call a module that does not compile programs for other calls."""
 
     def program() -> object:
         given_there = {"x": X, "sizes": torch.tensor([[1, 2]]), "double": False}
@@ -231,20 +233,20 @@ def _handwritten(data: int) -> Callable[[], object]:
 
 
 def _on_host(backend: str) -> Callable[[], object]:
-    """A parameter rests on the host."""
-    forced = autopar.constraints.layout("layer", storage="R host")
+    """Train with a parameter on the host."""
+    constraint = autopar.constraints.layout("layer", storage="R host")
     return lambda: autopar.compile(
         Net(),
         {"gpu": 1},
         example_inputs=(X,),
         hardware="h100-sxm",
-        constraints=[forced],
+        constraints=[constraint],
         backend=backend,
     )(X).backward()
 
 
-def _stored(layout: Layout) -> None:
-    """A program for another mode has a parameter in this layout."""
+def _check_layout(layout: Layout) -> None:
+    """Check a program of another mode that has a parameter in this layout."""
     module = compiled()
     (storage, *_) = module._storages.values()
     other = replace(storage, tensor=replace(storage.tensor, layout=layout))
@@ -278,13 +280,13 @@ MESHES: dict[str, Program] = {
         _of_two(lambda devices: device_mesh.stage_devices(devices, "stage"), "stage"),
     ),
     "runtime/device_mesh.py agree 0": Program(
-        _says(
+        _with_second_rank(
             device_mesh,
             lambda fact: "another",
             lambda devices: device_mesh.agree("a plan", "plan", devices),
         ),
         "give every rank the same model, batch shapes, mesh and options",
-        _says(
+        _with_second_rank(
             device_mesh,
             lambda fact: fact,
             lambda devices: device_mesh.agree("a plan", "plan", devices),
@@ -299,31 +301,31 @@ MESHES: dict[str, Program] = {
         _on_host(backend="inductor"), 'use backend="eager"', _on_host(backend="eager")
     ),
     "runtime/parameter_module.py Holder.check_same 0": Program(
-        lambda: _stored(Layout.parse("R host")),
+        lambda: _check_layout(Layout.parse("R host")),
         "compile the model for that call, and load the state dict into the new module",
-        lambda: _stored(Layout.parse("R")),
+        lambda: _check_layout(Layout.parse("R")),
     ),
     "runtime/rank_comm.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
 }
 
 ALIKE: dict[str, Program] = {
     "runtime/rank_consistency.py share_weights 0": Program(
-        _built(lambda digest: None),
+        _share_weights(lambda digest: None),
         "build the model in the same way on every rank: with weights, or on the meta device",
-        _built(lambda digest: digest),
+        _share_weights(lambda digest: digest),
     ),
     "runtime/rank_consistency.py share_weights 1": Program(
-        _built(lambda digest: ((8, 8), *digest[1:])),
+        _share_weights(lambda digest: ((8, 8), *digest[1:])),
         "the same configuration and dtype",
-        _built(lambda digest: digest),
+        _share_weights(lambda digest: digest),
     ),
     "runtime/rank_consistency.py check_batch 0": _alike(
-        _other,
+        _without_first,
         lambda devices: rank_consistency.check_batch(["x"], [X], devices),
         "pass the same batch on every rank",
     ),
     "runtime/rank_consistency.py check_parts 0": _alike(
-        _other,
+        _without_first,
         lambda devices: rank_consistency.check_parts(["x"], [X], [Layout.parse("R")], devices),
         "pass the same tensors on these ranks",
     ),
@@ -338,12 +340,12 @@ ALIKE: dict[str, Program] = {
         "pm.manual_seed(seed)",
     ),
     "runtime/rank_consistency.py PlainTensorCheck.check 0": _alike(
-        _other,
+        _without_first,
         lambda devices: rank_consistency.PlainTensorCheck().check("add", [X], devices),
         "set the same seed for random tensors (torch.manual_seed)",
     ),
     "runtime/rank_consistency.py check_tangents 0": _alike(
-        _other,
+        _without_first,
         lambda devices: rank_consistency.check_tangents([("y", X)], devices),
         "or let the model compute its loss",
     ),
@@ -351,7 +353,7 @@ ALIKE: dict[str, Program] = {
         _topics("saves"), "call the model in the same way on every rank", _topics("calls the model")
     ),
     "runtime/rank_comm.py _unpack_outcome 0": Program(
-        _written("file"), "choose a writable folder", _written("folder")
+        _save_weights("file"), "choose a writable folder", _save_weights("folder")
     ),
     "runtime/rank_differences.py _different_operations_error 0": Program(
         _meet(_differ), "in the same order and the same number of times on every rank", _meet(_same)
@@ -378,20 +380,24 @@ ALIKE: dict[str, Program] = {
         _store(gone=False),
     ),
     "runtime/call_arguments.py Arguments._check_settings 0": Program(
-        _only(X, _ONE, double=True),
+        _call_single_program(X, _ONE, double=True),
         "pass the value the program was compiled for",
-        _only(X, _ONE, double=False),
+        _call_single_program(X, _ONE, double=False),
     ),
     "runtime/call_arguments.py Arguments._check_settings 0 | compiled for it": Program(
-        _only(X, _ONE, double=True),
+        _call_single_program(X, _ONE, double=True),
         "or compile the model again for this call",
         lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True),
     ),
     "runtime/call_arguments.py Arguments._check_known 0": Program(
-        _only(X, _TWO, double=False), "pass the same values", _only(X, _ONE, double=False)
+        _call_single_program(X, _TWO, double=False),
+        "pass the same values",
+        _call_single_program(X, _ONE, double=False),
     ),
     "runtime/call_arguments.py Arguments._leaves 0": Program(
-        _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)
+        _call_single_program(X, [_ONE], double=False),
+        "call it as in example_inputs",
+        _call_single_program(X, _ONE, double=False),
     ),
 }
 

@@ -1,5 +1,5 @@
-"""Programs for the remedies of checkpoints: folders, steps, what is saved beside a model, and
-damaged files."""
+"""Programs for the remedies of checkpoints: folders, steps, additional states, and damaged
+files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Net(nn.Module):
         return self.layer(x).square().mean()
 
 
-class Stated:
-    """A state of its own."""
+class Stateful:
+    """An object with a state."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -73,7 +73,7 @@ class Run:
 def run_of(
     work: Callable[[Run], object], *, steps: int = 0, width: int = 4
 ) -> Callable[[], object]:
-    """What a run does that has saved so many steps."""
+    """Run `work` on a run that has saved a number of steps."""
 
     def program() -> object:
         with tempfile.TemporaryDirectory() as folder:
@@ -85,10 +85,10 @@ def run_of(
     return program
 
 
-def _patched(
+def _with_patch(
     owner: Any, name: str, value: Any, work: Callable[[Run], object], **how: Any
 ) -> Callable[[], object]:
-    """What a run does where something is different."""
+    """Run `work` with a patched attribute."""
 
     def patched(run: Run) -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -98,14 +98,15 @@ def _patched(
     return run_of(patched, **how)
 
 
-def _among(
+def _with_second_rank(
     module: ModuleType, other: Callable[[Any], Any], work: Callable[[Run], object], **how: Any
 ) -> Callable[[], object]:
-    """What a run does beside a second rank, which says something else where ranks compare."""
-    return _patched(module, "of_all", lambda fact: [fact, other(fact)], work, **how)
+    """Run `work` with a second rank whose value in comparisons is `other` of the value of the first
+    rank."""
+    return _with_patch(module, "of_all", lambda fact: [fact, other(fact)], work, **how)
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
+def _raise(error: Exception) -> Callable[..., Any]:
     def raise_(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -113,7 +114,7 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 
 def _of_old_steps(work: Callable[[Run], object]) -> Callable[[Run], object]:
-    """Where no rank waits for a shared folder."""
+    """Run `work` without waiting for a shared folder."""
 
     def patched(run: Run) -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -124,19 +125,19 @@ def _of_old_steps(work: Callable[[Run], object]) -> Callable[[Run], object]:
     return patched
 
 
-def _again(run: Run) -> Run:
-    """The next process of a run."""
+def _next_run(run: Run) -> Run:
+    """Return the next process of a run."""
     return Run(run.folder)
 
 
 def damage(run: Run, step: int, file: str = "contents.json") -> None:
-    """Half of a file is left."""
+    """Truncate a file to half of its size."""
     path = run.place(step) / file
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def _with_head(saves: Callable[[Run, Any, Any], object]) -> Callable[[], object]:
-    """A head that is not compiled, and an optimizer of both."""
+    """Run `saves` with a head that is not compiled and an optimizer of both."""
 
     def work(run: Run) -> object:
         head = nn.Linear(4, 4)
@@ -151,7 +152,7 @@ def _lbfgs(run: Run) -> torch.optim.Optimizer:
 
 
 def _critic(with_it: bool) -> Callable[[], object]:
-    """An optimizer of a critic that is compiled, too."""
+    """Save the optimizer of a second compiled model."""
 
     def work(run: Run) -> object:
         critic: Any = autopar.compile(Net(4), example_inputs=BATCH, hardware="cpu-gloo")
@@ -162,7 +163,7 @@ def _critic(with_it: bool) -> Callable[[], object]:
 
 
 def _term(whole: bool) -> Callable[[], object]:
-    """A sum that is not summed up yet is saved."""
+    """Save a partial sum, or the full tensor."""
 
     def work(run: Run) -> object:
         x = DTensor.from_local(torch.ones(4), run.module.device_mesh, [Partial()])
@@ -172,7 +173,7 @@ def _term(whole: bool) -> Callable[[], object]:
 
 
 def _of_stage(average: bool) -> Callable[[], object]:
-    """A copy of a parameter of one stage of two, and the average in its place."""
+    """Save a copy of a parameter of one of two stages, or an average of the model instead."""
 
     def work(run: Run) -> object:
         if average:
@@ -185,10 +186,10 @@ def _of_stage(average: bool) -> Callable[[], object]:
 
 
 def _old_and_new(loads: bool) -> Callable[[], object]:
-    """Two runs that save into one folder."""
+    """Save from two runs into one folder."""
 
     def work(run: Run) -> object:
-        other = _again(run)
+        other = _next_run(run)
         with pytest.MonkeyPatch.context() as patch:
             for module in (saved, manager):
                 patch.setattr(module, "this_run", lambda: "another")
@@ -211,8 +212,8 @@ def _newer(version: int | None) -> Callable[[], object]:
     return run_of(work, steps=1)
 
 
-def _noted(saved: Any, here: Any) -> Callable[[], object]:
-    """A setting of an optimizer, as it was saved and as it is now."""
+def _load_setting(saved: Any, here: Any) -> Callable[[], object]:
+    """Load an optimizer whose setting differs from the saved one."""
 
     def work(run: Run) -> object:
         run.optimizer.param_groups[0]["note"] = saved
@@ -224,7 +225,7 @@ def _noted(saved: Any, here: Any) -> Callable[[], object]:
 
 
 def _marks(mark: str) -> Callable[[], object]:
-    """What the second rank of two leaves of its work."""
+    """Collect the markers of two ranks. `mark` is the marker of the second rank."""
 
     def work(run: Run) -> object:
         saving = replace(run.checkpoints._collect(1, run.module, None, {}, None), num_ranks=2)
@@ -235,11 +236,11 @@ def _marks(mark: str) -> Callable[[], object]:
             )
         return files._collect_marks(saving)
 
-    return _patched(files, "WITHIN_S", 0.0, work)
+    return _with_patch(files, "WITHIN_S", 0.0, work)
 
 
-def _finished(absent: bool) -> Callable[[], object]:
-    """The first rank sees what the others wrote, or not."""
+def _finish(absent: bool) -> Callable[[], object]:
+    """Finish a checkpoint on the first rank, which may not see the files of the other ranks."""
 
     def work(run: Run) -> object:
         saving = run.checkpoints._collect(1, run.module, None, {}, None)
@@ -254,25 +255,27 @@ def _in_background(run: Run) -> None:
     run.checkpoints.wait()
 
 
-def _kept(value: Any) -> Callable[[], object]:
-    return run_of(lambda run: run.save(kept=Stated(value)))
+def _save_value(value: Any) -> Callable[[], object]:
+    return run_of(lambda run: run.save(kept=Stateful(value)))
 
 
 def _sparse(value: Tensor) -> Callable[[], object]:
     return run_of(lambda run: collect_parts({"x": value}, "it", "", run.folder))
 
 
-def _renamed(run: Run, step: int | None) -> int:
-    """Of a folder whose newest checkpoint is damaged."""
+def _export_damaged(run: Run, step: int | None) -> int:
+    """Export from a folder whose newest checkpoint is damaged."""
     damage(run, 2)
     return run.checkpoints.export(run.folder / "weights", step=step)
 
 
 FOLDERS: dict[str, Program] = {
     "checkpoint/manager.py Checkpoints.steps 0": Program(
-        _among(saved, lambda fact: (), _of_old_steps(lambda run: run.checkpoints.steps()), steps=1),
+        _with_second_rank(
+            saved, lambda fact: (), _of_old_steps(lambda run: run.checkpoints.steps()), steps=1
+        ),
         "a folder that all machines share",
-        _among(saved, lambda fact: fact, lambda run: run.checkpoints.steps(), steps=1),
+        _with_second_rank(saved, lambda fact: fact, lambda run: run.checkpoints.steps(), steps=1),
     ),
     "checkpoint/manager.py Checkpoints.load 0": Program(
         run_of(lambda run: (damage(run, 2), run.load()), steps=2),
@@ -290,9 +293,9 @@ FOLDERS: dict[str, Program] = {
         run_of(lambda run: run.checkpoints.export(run.folder / "weights"), steps=1),
     ),
     "checkpoint/manager.py Checkpoints.export 1": Program(
-        run_of(lambda run: _renamed(run, None), steps=2),
+        run_of(lambda run: _export_damaged(run, None), steps=2),
         "export another step: 1",
-        run_of(lambda run: _renamed(run, 1), steps=2),
+        run_of(lambda run: _export_damaged(run, 1), steps=2),
     ),
     "checkpoint/manager.py Checkpoints._begin_step 0": Program(
         run_of(lambda run: run.save(1), steps=2),
@@ -315,9 +318,9 @@ FOLDERS: dict[str, Program] = {
         run_of(lambda run: run.save(0)),
     ),
     "checkpoint/files.py seen_by_all 0": Program(
-        _among(files, lambda fact: False, lambda run: run.save()),
+        _with_second_rank(files, lambda fact: False, lambda run: run.save()),
         "a folder that all machines share",
-        _among(files, lambda fact: True, lambda run: run.save()),
+        _with_second_rank(files, lambda fact: True, lambda run: run.save()),
     ),
     "checkpoint/manager.py check_no_other_run 0": Program(
         _old_and_new(False),
@@ -328,10 +331,10 @@ FOLDERS: dict[str, Program] = {
         _newer(99), f"read it with autopar {autopar.__version__}, which wrote it", _newer(None)
     ),
     "checkpoint/files.py Saving.finish 0": Program(
-        _finished(True), "a folder that all machines share", _finished(False)
+        _finish(True), "a folder that all machines share", _finish(False)
     ),
     "checkpoint/files.py Background.result 0": Program(
-        _patched(rank_parts, "write_tensors", _raising(_FULL), _in_background),
+        _with_patch(rank_parts, "write_tensors", _raise(_FULL), _in_background),
         "free disk space",
         run_of(_in_background),
     ),
@@ -369,11 +372,11 @@ BESIDE: dict[str, Program] = {
         run_of(lambda run: run.save(loader={"at": 3})),
     ),
     "checkpoint/companions.py _check_alike 0": Program(
-        _among(
+        _with_second_rank(
             companions, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})
         ),
         companions._ALIKE,
-        _among(companions, lambda marks: marks, lambda run: run.save(at={"step": 3})),
+        _with_second_rank(companions, lambda marks: marks, lambda run: run.save(at={"step": 3})),
     ),
     "checkpoint/companions.py with_saved 0": Program(
         run_of(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
@@ -385,14 +388,16 @@ BESIDE: dict[str, Program] = {
         "an object of the class that was saved",
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
     ),
-    "checkpoint/values.py _refuse 0": Program(_kept(Path("x")), "numbers, strings", _kept("x")),
+    "checkpoint/values.py _refuse 0": Program(
+        _save_value(Path("x")), "numbers, strings", _save_value("x")
+    ),
     "checkpoint/rank_parts.py _check_kind 0": Program(
         _sparse(torch.eye(4).to_sparse()),
         "save dense tensors",
         _sparse(torch.eye(4).to_sparse().to_dense()),
     ),
     "checkpoint/rank_parts.py collect_parts 0": Program(
-        _patched(rank_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
+        _with_patch(rank_parts, "name_box", _raise(_FULL), lambda run: run.save(2), steps=1),
         "Earlier checkpoints are unchanged",
         run_of(lambda run: run.save(2), steps=1),
     ),
@@ -407,12 +412,14 @@ BESIDE: dict[str, Program] = {
         run_of(lambda run: Run(run.folder, 4).load(), steps=1),
     ),
     "checkpoint/loading.py _check_fits 0": Program(
-        _noted("a text", 3),
+        _load_setting("a text", 3),
         "load it into the model and optimizer that were saved",
-        _noted("a text", "another"),
+        _load_setting("a text", "another"),
     ),
     "checkpoint/loading.py load_parts 0": Program(
-        _noted("a text", 3), "load it into the model and optimizer that were saved", _noted(3, 4)
+        _load_setting("a text", 3),
+        "load it into the model and optimizer that were saved",
+        _load_setting(3, 4),
     ),
 }
 

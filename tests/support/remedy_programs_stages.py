@@ -19,7 +19,7 @@ _DEEP = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
 class Traced(nn.Module):
-    """Two layers, of what both make a running mean is kept, or of the first."""
+    """Two layers. A running mean of both results, or of the first one, is updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,16 +36,16 @@ class Traced(nn.Module):
 def _staged(
     model: Any = None, batch: Any = None, num: int = 2, cuts: Any = None, **options: Any
 ) -> Callable[[], object]:
-    """The plan of two stages, which work through so many microbatches."""
-    asked = (constraints.pipeline("stage", microbatches=num, cuts=cuts),)
-    return planned(model, batch, _LINE, constraints=asked, **options)
+    """Plan two stages with a number of microbatches."""
+    pipeline = (constraints.pipeline("stage", microbatches=num, cuts=cuts),)
+    return planned(model, batch, _LINE, constraints=pipeline, **options)
 
 
 @torch.library.custom_op(
     "remedies::tangled", mutates_args=(), tags=(torch.Tag.data_dependent_output,)
 )
 def tangled(x: Tensor) -> Tensor:
-    """An op that can have no rule, as its tag says."""
+    """An op that can have no rule because of its tag."""
     return x * 2
 
 
@@ -62,7 +62,7 @@ def doubled(x: Tensor) -> None:
 
 @torch.library.custom_op("remedies::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
-    """An op that takes large numbers alone."""
+    """An op that accepts only large numbers."""
     if float(x.min()) < 100:
         raise ValueError("too small")
     return x / 2
@@ -75,7 +75,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("remedies::twofold", mutates_args=())
 def twofold(x: Tensor) -> Tensor:
-    """An op of its arguments alone."""
+    """An op that depends only on its arguments."""
     return x * 2
 
 
@@ -97,7 +97,7 @@ def _tangles(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _ctc(lengths: list[int]) -> Callable[[], object]:
-    """The loss of two samples, whose targets have three places."""
+    """Compute the loss of two samples whose targets have three positions."""
     log_probs, targets = torch.randn(6, 2, 4).log_softmax(-1), torch.ones(2, 3, dtype=torch.int64)
     return lambda: ctc_loss(log_probs, targets, torch.tensor([6, 6]), torch.tensor(lengths))
 

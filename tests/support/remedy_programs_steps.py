@@ -35,8 +35,8 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
 class Net(nn.Module):
-    """The mean square of a layer; with `also` beside it the layer's mean, and what it computes
-    of it is returned."""
+    """Returns the mean square of a layer. With `also`, the mean of the layer is added to the loss
+    or returned separately."""
 
     def __init__(self, also: str = "") -> None:
         super().__init__()
@@ -55,7 +55,7 @@ Work = Callable[[Any], object]
 
 
 def compiled(model: nn.Module | None = None, *given: Tensor, **options: Any) -> Any:
-    """A model on one CPU, for a batch of [8, 4] where none is given."""
+    """Compile a model on one CPU, by default for a batch of [8, 4]."""
     model = Net() if model is None else model
     return autopar.compile(
         model, example_inputs=given or (X,), **{"hardware": "cpu-gloo", **options}
@@ -63,7 +63,7 @@ def compiled(model: nn.Module | None = None, *given: Tensor, **options: Any) -> 
 
 
 def of_module(work: Work, *given: Any, **options: Any) -> Callable[[], object]:
-    """What is done with a compiled module."""
+    """Run `work` on a compiled module."""
     return lambda: work(compiled(*given, **options))
 
 
@@ -74,8 +74,7 @@ def _toy(
     model: Callable[[], nn.Module] = Toy,
     **options: Any,
 ) -> Callable[[], object]:
-    """What is done with a program that was written by hand, of which no others are made for
-    other calls."""
+    """Run `work` on a module of the handwritten program, which has no programs for other calls."""
 
     def program() -> object:
         devices = device_mesh(Mesh({"data": 1, "tensor": 1}))
@@ -85,12 +84,12 @@ def _toy(
 
 
 def _split_otherwise(program: Any) -> tuple[Any, ...]:
-    """The inputs, of which the second is not split as the first is."""
+    """Return the inputs with another layout of the second one."""
     first, second = program.inputs
     return first, replace(second, layout=Layout.parse("R R"))
 
 
-def _called(
+def _call_toy(
     change: Callable[[dict[str, Tensor]], Any] = lambda values: values,
 ) -> Callable[[], object]:
     def work(module: Any) -> object:
@@ -100,7 +99,7 @@ def _called(
     return _toy(work)
 
 
-def _twice(again: bool) -> Work:
+def _backward_twice(again: bool) -> Work:
     def work(module: Any) -> None:
         loss = module(X)
         loss.backward(retain_graph=True)
@@ -109,8 +108,8 @@ def _twice(again: bool) -> Work:
     return work
 
 
-def _changed(after: bool) -> Work:
-    """A parameter that is changed between a call and its backward, or after it."""
+def _change_parameter(after: bool) -> Work:
+    """Change the parameters between a call and its backward, or after backward."""
 
     def work(module: Any) -> None:
         loss = module(X)
@@ -124,8 +123,8 @@ def _changed(after: bool) -> Work:
     return work
 
 
-def _cloned(module: Any) -> None:
-    """A clone of an input is changed in its place."""
+def _change_clone(module: Any) -> None:
+    """Change a clone of an input in place."""
     loss = module(x := X.clone())
     x.clone().zero_()
     loss.backward()
@@ -140,7 +139,7 @@ def _inference(clone: bool) -> Work:
     return work
 
 
-def _dual(module: Any) -> object:
+def _call_with_dual(module: Any) -> object:
     with forward_ad.dual_level():
         return module(forward_ad.make_dual(X, torch.ones_like(X)))
 
@@ -150,7 +149,7 @@ def _graph(module: Any, create_graph: bool = True) -> object:
 
 
 def _functional(values: Callable[[Any, Tensor], Any]) -> Work:
-    """Others in the place of parameters."""
+    """Call the module with other values in place of its parameters."""
 
     def work(module: Any) -> object:
         others = {name: values(module, p.detach()) for name, p in module.named_parameters()}
@@ -170,7 +169,7 @@ def _autocast(inside: bool) -> Callable[[], object]:
 
 
 def _norm(clip: Callable[[Any], object]) -> Callable[[], object]:
-    """The norm of gradients of one stage of several."""
+    """Compute the norm of the gradients of one of several stages."""
 
     def work(module: Any) -> object:
         module(X).backward()
@@ -184,8 +183,8 @@ def _norm(clip: Callable[[Any], object]) -> Callable[[], object]:
     return of_module(work)
 
 
-def _many(num: int, pad: bool) -> Callable[[], object]:
-    """Batches of several lengths, or padded to one."""
+def _call_with_lengths(num: int, pad: bool) -> Callable[[], object]:
+    """Call the module with batches of several lengths, or padded to one length."""
 
     def work(module: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -196,8 +195,10 @@ def _many(num: int, pad: bool) -> Callable[[], object]:
     return lambda: work(compiled(None, torch.ones(num, 4)))
 
 
-def _scaled(told: bool, changes: bool = False, noise: bool = False) -> Callable[[], object]:
-    """A loss that is multiplied by a factor that no one has told of."""
+def _scale_loss(
+    sets_scale: bool, changes: bool = False, noise: bool = False
+) -> Callable[[], object]:
+    """Multiply the loss by a factor that may not be set on the module."""
 
     class Noisy(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +207,7 @@ def _scaled(told: bool, changes: bool = False, noise: bool = False) -> Callable[
 
     def program() -> None:
         module = compiled(Noisy(), num_microbatches=2)
-        if told:
+        if sets_scale:
             module.loss_scale = 2.0**100
         loss = module(X) * 2.0**100
         if changes:
@@ -217,11 +218,11 @@ def _scaled(told: bool, changes: bool = False, noise: bool = False) -> Callable[
     return program
 
 
-def _joined(apart: bool, version: str = "2.11.0") -> Callable[[], object]:
-    """The whole of a tensor that is split inside a dim, with an older torch."""
+def _gather_strided(strided: bool, version: str = "2.11.0") -> Callable[[], object]:
+    """Gather a tensor with a strided shard, with a given version of torch."""
 
     def work(module: Any) -> None:
-        placement = _StridedShard(0, split_factor=2) if apart else Shard(0)
+        placement = _StridedShard(0, split_factor=2) if strided else Shard(0)
         x = DTensor.from_local(torch.zeros(4), module.device_mesh, [placement], run_check=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "__version__", TorchVersion(version))
@@ -240,7 +241,7 @@ def _cache(folder: str) -> Callable[[], object]:
     return program
 
 
-def _thawed(module: Any) -> object:
+def _unfreeze_and_call(module: Any) -> object:
     module.requires_grad_(True)
     return module(X)
 
@@ -252,29 +253,29 @@ def _as_function(module: Any) -> object:
 
 PROGRAMS: dict[str, Program] = {
     "runtime/call_arguments.py Arguments._check_gradients 0": Program(
-        of_module(_dual),
+        of_module(_call_with_dual),
         "differentiate by backward",
         of_module(lambda module: module(X).backward()),
     ),
     "runtime/call_arguments.py Arguments._check_gradients 1": Program(
-        _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
+        _call_toy(lambda values: {**values, "x": values["x"].requires_grad_()}),
         "detach it",
-        _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
+        _call_toy(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
     ),
     "runtime/call_arguments.py Arguments._check_tensors 0": Program(
-        _called(lambda values: {**values, "target": None}),
+        _call_toy(lambda values: {**values, "target": None}),
         "with a batch of the same shapes and dtypes",
-        _called(),
+        _call_toy(),
     ),
     "runtime/call_arguments.py Arguments._check_tensors 1": Program(
-        _called(lambda values: {**values, "x": values["x"][:4]}),
+        _call_toy(lambda values: {**values, "x": values["x"][:4]}),
         "with a batch of the same shapes and dtypes",
-        _called(),
+        _call_toy(),
     ),
     "runtime/call_arguments.py Arguments._check_tensors 2": Program(
-        _called(lambda values: {**values, "x": values["x"].to("meta")}),
+        _call_toy(lambda values: {**values, "x": values["x"].to("meta")}),
         "move the batch to cpu",
-        _called(),
+        _call_toy(),
     ),
     "runtime/call_arguments.py _check_kind 0": Program(
         of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]))),
@@ -306,7 +307,7 @@ PROGRAMS: dict[str, Program] = {
         _autocast(False), "under the same torch.autocast", _autocast(True)
     ),
     "runtime/guarded_module.py _thawed_error 0": Program(
-        lambda: _thawed(compiled(Net().requires_grad_(False), num_microbatches=2)),
+        lambda: _unfreeze_and_call(compiled(Net().requires_grad_(False), num_microbatches=2)),
         "set requires_grad before autopar.compile",
         lambda: compiled(Net().requires_grad_(False).requires_grad_(True), num_microbatches=2)(
             X
@@ -328,14 +329,14 @@ PROGRAMS: dict[str, Program] = {
         lambda: torch.jit.trace(Net(), X),
     ),
     "runtime/backward.py ran_twice 0": Program(
-        of_module(_twice(False)),
+        of_module(_backward_twice(False)),
         "call the module again before each backward",
-        of_module(_twice(True)),
+        of_module(_backward_twice(True)),
     ),
     "runtime/backward.py ran_twice 0 | microbatches": Program(
-        of_module(_twice(False), num_microbatches=2),
+        of_module(_backward_twice(False), num_microbatches=2),
         "call the module again before each backward",
-        of_module(_twice(True), num_microbatches=2),
+        of_module(_backward_twice(True), num_microbatches=2),
     ),
     "runtime/backward.py first_derivatives_only.refuse_create_graph 0": Program(
         of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
@@ -354,14 +355,14 @@ PROGRAMS: dict[str, Program] = {
         ),
     ),
     "runtime/tensor_guards.py Watched.check 0": Program(
-        of_module(_changed(False)),
+        of_module(_change_parameter(False)),
         "run backward before optimizer.step()",
-        of_module(_changed(True)),
+        of_module(_change_parameter(True)),
     ),
     "runtime/tensor_guards.py Watched.check 0 | clone": Program(
         of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
         "change a clone of an input",
-        of_module(_cloned),
+        of_module(_change_clone),
     ),
     "runtime/tensor_guards.py Watched.watch 0": Program(
         of_module(_inference(False)),
@@ -369,7 +370,7 @@ PROGRAMS: dict[str, Program] = {
         of_module(_inference(True)),
     ),
     "runtime/guards.py Variants.find 0": Program(
-        _many(4, False), "pad batches to a few shapes", _many(4, True)
+        _call_with_lengths(4, False), "pad batches to a few shapes", _call_with_lengths(4, True)
     ),
     "program/program.py Microbatches.split 0": Program(
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(3)}),
@@ -428,19 +429,19 @@ PROGRAMS: dict[str, Program] = {
         of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),
     ),
     "runtime/scheduled_calls.py ScaledStep._check_unchanged 0": Program(
-        _scaled(False, changes=True),
+        _scale_loss(False, changes=True),
         "set pm.loss_scale to the factor of the loss before the call",
-        _scaled(True, changes=True),
+        _scale_loss(True, changes=True),
     ),
     "runtime/scheduled_calls.py ScaledStep._check_unchanged 0 | order": Program(
-        _scaled(False, changes=True),
+        _scale_loss(False, changes=True),
         "run backward before anything changes the tensor",
-        _scaled(False),
+        _scale_loss(False),
     ),
     "runtime/scheduled_calls.py ScaledStep._again 0": Program(
-        _scaled(False, noise=True),
+        _scale_loss(False, noise=True),
         "set pm.loss_scale = scaler.get_scale() before the first call",
-        _scaled(True, noise=True),
+        _scale_loss(True, noise=True),
     ),
     "runtime/gather_fallback.py read_whole 0": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
@@ -455,6 +456,6 @@ PROGRAMS: dict[str, Program] = {
         ),
     ),
     "runtime/full_state.py _check_joined 0": Program(
-        _joined(True), "or use a newer torch", _joined(True, "2.13.0")
+        _gather_strided(True), "or use a newer torch", _gather_strided(True, "2.13.0")
     ),
 }

@@ -1,5 +1,5 @@
-"""Programs for the remedies of constraints that a model cannot obey, of prices, and of plans
-that were changed by hand."""
+"""Programs for the remedies of constraints that a model cannot satisfy, of prices, and of plans
+with manual changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIZES = {
 
 
 class Words(nn.Module):
-    """A chain of linears over tokens."""
+    """A chain of linear layers over tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Words(nn.Module):
 def _plan(
     *constraints: Any, model: Any = None, batch: Any = None, mesh: Any = None, **options: Any
 ) -> Callable[[], object]:
-    """The plan of a model that obeys these, by default of a small MLP."""
+    """Plan a model with constraints, by default a small MLP."""
     batch = (_X,) if batch is None else batch
     return planned(
         Mlp(4, 8, 2) if model is None else model,
@@ -67,7 +67,7 @@ def _plan(
 def _transformer(
     kind: str, *constraints: Any, mesh: Any = None, **settings: Any
 ) -> Callable[[], object]:
-    """The plan of a small model of transformers, on meta."""
+    """Plan a small model of transformers on the meta device."""
 
     def program() -> object:
         sizes = (
@@ -88,7 +88,7 @@ def _sorted(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _with_half(add: bool) -> Callable[[], object]:
-    """A profile to which float16 is added, or that has none."""
+    """Plan in fp16 with a profile to which float16 may be added."""
 
     def program() -> object:
         data = json.loads(json.dumps(HardwareProfile.read("cpu-gloo")))

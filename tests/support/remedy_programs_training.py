@@ -24,14 +24,15 @@ _LORA: dict[str, Any] = {"r": 2, "target_modules": ["head"], "init_lora_weights"
 
 
 def _shared() -> Any:
-    """Models and data of tests of training; the libraries that it imports take seconds."""
+    """Return the models and data of the tests of training. Importing their libraries takes
+    seconds."""
     from tests.support import trained
 
     return trained
 
 
 class Stream(IterableDataset[Any]):
-    """Samples that may be read once."""
+    """A stream of samples that can be read once."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(_shared().samples(8, 1))
@@ -58,11 +59,12 @@ def _trainer(
     set_to: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:
-    """A Trainer of a small model, for one step.
+    """Return a Trainer of a small model for one step.
 
     Args:
-        kind: its class. options: further ones of `autopar.compile`. set_to: training arguments that
-            are set afterwards.
+        kind: the class of the trainer.
+        options: additional options of `autopar.compile`.
+        set_to: training arguments that are set afterwards.
     """
     shared = _shared()
     args = shared.settings(folder, max_steps=1, gradient_accumulation_steps=1)
@@ -78,12 +80,12 @@ def _trainer(
     )
 
 
-def _made(**how: Any) -> Callable[[], object]:
+def _build_trainer(**how: Any) -> Callable[[], object]:
     return _in_folder(lambda folder: _trainer(folder, **how))
 
 
-def _trained(*changes: Callable[[Any], object], **how: Any) -> Callable[[], object]:
-    """A run, after changes to what was compiled."""
+def _train_after(*changes: Callable[[Any], object], **how: Any) -> Callable[[], object]:
+    """Train after changes of the compiled objects."""
 
     def work(folder: str) -> object:
         trainer = _trainer(folder, **how)
@@ -96,31 +98,31 @@ def _trained(*changes: Callable[[Any], object], **how: Any) -> Callable[[], obje
     return _in_folder(work)
 
 
-def _asked(
+def _replace_argument(
     name: str, value: Any, **instead: Any
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A training argument that is set, and what is in its place."""
-    return _made(set_to={name: value}), _made(**instead)
+    """Return a program with a training argument and one with its replacement."""
+    return _build_trainer(set_to={name: value}), _build_trainer(**instead)
 
 
-def _compiled_given(folder: str) -> object:
+def _pass_compiled(folder: str) -> object:
     return _trainer(
         folder, model=autopar.compile(_shared().Tagger(), example_inputs=_batch(), **_OPTIONS)
     )
 
 
-def _of_samples(count: int, **asked: Any) -> Callable[[], object]:
-    """So few samples that no batch may be left of them."""
+def _of_samples(count: int, **arguments: Any) -> Callable[[], object]:
+    """Compile a trainer with so few samples that there may be no full batch."""
 
     def work(folder: str) -> object:
-        set_to = {"dataloader_drop_last": True, **asked}
+        set_to = {"dataloader_drop_last": True, **arguments}
         return _trainer(folder, train_dataset=_shared().samples(count, 1), set_to=set_to).compiled()
 
     return _in_folder(work)
 
 
 def _aside(uses_argument: bool) -> Callable[[], object]:
-    """A Trainer whose loss is of its own attribute, or of the model that it is given."""
+    """Compile a trainer whose loss uses its own attribute or the model that it is given."""
 
     def work(folder: str) -> object:
         class Aside(autopar.Trainer):
@@ -132,22 +134,22 @@ def _aside(uses_argument: bool) -> Callable[[], object]:
     return _in_folder(work)
 
 
-def _predicted(**how: Any) -> Callable[[], object]:
+def _predict(**how: Any) -> Callable[[], object]:
     options = {"outputs": "loss", **how.pop("options", {})}
     return _in_folder(
         lambda folder: _trainer(folder, options=options, **how).predict(_shared().samples(8, 2))
     )
 
 
-def _resumed(folder: str) -> object:
-    """From a folder that has weights and no state of an optimizer."""
+def _resume(folder: str) -> object:
+    """Resume from a folder with weights but without an optimizer state."""
     trainer = _trainer(folder)
     trainer.save_model(f"{folder}/checkpoint-1")
     return trainer._load_optimizer_and_scheduler(f"{folder}/checkpoint-1")
 
 
 def _by_another(folder: str) -> object:
-    """Where accelerate was started with FSDP."""
+    """Build a trainer as if accelerate had been launched with FSDP."""
     import transformers
 
     plain = transformers.Trainer.create_accelerator_and_postprocess
@@ -176,14 +178,14 @@ def _tagger(**options: Any) -> Any:
     return autopar.compile(_shared().Tagger(), example_inputs=_batch(), **{**_OPTIONS, **options})
 
 
-def _accelerated(
+def _with_accelerator(
     work: Callable[[Any], object] = lambda accelerator: None, **how: Any
 ) -> Callable[[], object]:
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         with _accelerator(**how) as accelerator:
             return work(accelerator)
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
 def _within_autocast(accelerator: Any) -> object:
@@ -192,7 +194,7 @@ def _within_autocast(accelerator: Any) -> object:
     return accelerator.prepare(module)
 
 
-def _clipped(accelerator: Any, all_of_them: bool) -> object:
+def _clip(accelerator: Any, all_of_them: bool) -> object:
     module = accelerator.prepare(_tagger())
     module(**_batch())["loss"].backward()
     return accelerator.clip_grad_norm_(
@@ -200,23 +202,23 @@ def _clipped(accelerator: Any, all_of_them: bool) -> object:
     )
 
 
-def _saved(folder: str) -> object:
+def _save(folder: str) -> object:
     return autopar.Checkpoints(folder).save(1, _tagger())
 
 
-def _adapted(work: Callable[[Any, Any, Path], object]) -> Callable[[], object]:
-    """A model with an adapter, the compiled one, and a folder."""
+def _with_adapter(work: Callable[[Any, Any, Path], object]) -> Callable[[], object]:
+    """Run `work` on a compiled model with an adapter, the plain model, and a folder."""
 
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         plain = _shared().adapted_tagger()
         module = autopar.compile(plain, example_inputs=_batch(), **_OPTIONS)
         return work(module, plain, Path(folder))
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
-def _loaded(r: int) -> Callable[[], object]:
-    """An adapter of this rank, into a model with one of rank 2."""
+def _load_adapter(r: int) -> Callable[[], object]:
+    """Load an adapter of rank `r` into a model with an adapter of rank 2."""
 
     def work(module: Any, plain: Any, folder: Path) -> object:
         from peft import LoraConfig, get_peft_model
@@ -226,11 +228,11 @@ def _loaded(r: int) -> Callable[[], object]:
             get_peft_model(_shared().Tagger(), LoraConfig(**settings)).save_pretrained(str(folder))
         return autopar.load_adapter(module, plain, folder)
 
-    return _adapted(work)
+    return _with_adapter(work)
 
 
 def _active(*names: str) -> Callable[[], object]:
-    """An adapter is saved, of which so many are active."""
+    """Save an adapter, and load it while the named adapters are active."""
 
     def work(module: Any, plain: Any, folder: Path) -> object:
         from peft import LoraConfig
@@ -243,13 +245,13 @@ def _active(*names: str) -> Callable[[], object]:
         plain.set_adapter(names[0])
         return autopar.load_adapter(module, plain, folder)
 
-    return _adapted(work)
+    return _with_adapter(work)
 
 
 def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
-    """A model with prompts that are learned."""
+    """Run `work` on a model with trainable prompts."""
 
-    def made(folder: str) -> object:
+    def program(folder: str) -> object:
         from peft import PromptTuningConfig, get_peft_model
 
         plain = get_peft_model(
@@ -257,13 +259,13 @@ def _prompts(work: Callable[[Any, str], object]) -> Callable[[], object]:
         )
         return work(plain, folder)
 
-    return _in_folder(made)
+    return _in_folder(program)
 
 
 def _arguments() -> dict[str, Program]:
-    """Training arguments that are not taken, each with what its remedy says."""
+    """Return the programs of training arguments that are refused, with their remedies."""
     constraint, backend = [autopar.constraints.fsdp()], {"backend": "inductor"}
-    found = {
+    by_name = {
         "fsdp": (
             True,
             "compile_options={'constraints': [...]}",
@@ -294,8 +296,8 @@ def _arguments() -> dict[str, Program]:
         ),
     }
     programs = {}
-    for name, (value, says, instead) in found.items():
-        refused, followed = _asked(name, value, **instead)
+    for name, (value, says, instead) in by_name.items():
+        refused, followed = _replace_argument(name, value, **instead)
         programs[f"integrations/trainer.py check_arguments 0 | {name}"] = Program(
             refused, says, followed
         )
@@ -305,38 +307,40 @@ def _arguments() -> dict[str, Program]:
 TRAINER: dict[str, Program] = {
     **_arguments(),
     "integrations/trainer.py check_arguments 1": Program(
-        _made(set_to={"_n_gpu": 4}),
+        _build_trainer(set_to={"_n_gpu": 4}),
         "select one GPU with CUDA_VISIBLE_DEVICES",
-        _made(set_to={"_n_gpu": 1}),
+        _build_trainer(set_to={"_n_gpu": 1}),
     ),
     "integrations/trainer.py check_inputs 0": Program(
-        _made(model_init=lambda: _shared().Tagger()), "pass the model itself: model=...", _made()
+        _build_trainer(model_init=lambda: _shared().Tagger()),
+        "pass the model itself: model=...",
+        _build_trainer(),
     ),
     "integrations/trainer.py check_inputs 1": Program(
-        _made(model="gpt2"), "pass a torch.nn.Module", _made()
+        _build_trainer(model="gpt2"), "pass a torch.nn.Module", _build_trainer()
     ),
     "integrations/trainer.py check_inputs 2": Program(
-        _in_folder(_compiled_given), "as mesh= and compile_options={...}", _made(mesh=1)
+        _in_folder(_pass_compiled), "as mesh= and compile_options={...}", _build_trainer(mesh=1)
     ),
     "integrations/trainer.py check_inputs 3": Program(
         _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))),
         "load its weights",
-        _made(),
+        _build_trainer(),
     ),
     "integrations/trainer.py check_inputs 4": Program(
-        _made(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
+        _build_trainer(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
         "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...})",
-        _trained(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
+        _train_after(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
     ),
     "integrations/trainer.py check_optimizer 0": Program(
-        _made(set_to={"optim": "adamw_bnb_8bit"}),
+        _build_trainer(set_to={"optim": "adamw_bnb_8bit"}),
         "use one of adamw_torch",
-        _made(set_to={"optim": "sgd"}),
+        _build_trainer(set_to={"optim": "sgd"}),
     ),
     "integrations/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
         _in_folder(_by_another),
         "start the script with `autopar run -n COUNT`, or with torchrun",
-        _made(),
+        _build_trainer(),
     ),
     "integrations/trainer.py Trainer._first_call 0": Program(
         _of_samples(2),
@@ -352,43 +356,43 @@ TRAINER: dict[str, Program] = {
         _aside(False), "call its argument `model`, not self.model", _aside(True)
     ),
     "integrations/trainer.py Trainer._check_read_twice 0": Program(
-        _trained(train_dataset=Stream()),
+        _train_after(train_dataset=Stream()),
         "pass example_inputs=",
         _in_folder(
             lambda folder: _trainer(folder, train_dataset=Stream(), example_inputs=_batch()).train()
         ),
     ),
     "integrations/trainer.py Trainer.prediction_step 0": Program(
-        _predicted(),
+        _predict(),
         'pass compile_options={"outputs": "full"}',
-        _predicted(options={"outputs": "full"}),
+        _predict(options={"outputs": "full"}),
     ),
     "integrations/trainer.py Trainer.prediction_step 0 | loss": Program(
-        _predicted(),
+        _predict(),
         "or set prediction_loss_only=True",
-        _predicted(set_to={"prediction_loss_only": True}),
+        _predict(set_to={"prediction_loss_only": True}),
     ),
     "integrations/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
-        _in_folder(_resumed), "and train() without resume_from_checkpoint", _trained()
+        _in_folder(_resume), "and train() without resume_from_checkpoint", _train_after()
     ),
     "integrations/trainer.py TrainerPlainModel.check 0": Program(
-        _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
+        _train_after(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
         "create a new Trainer for it",
-        _trained(),
+        _train_after(),
     ),
     "integrations/trainer.py TrainerPlainModel.check 1": Program(
-        _trained(
+        _train_after(
             lambda trainer: trainer.model.load_state_dict(
                 _shared().Tagger().state_dict(), assign=True
             )
         ),
         "write the parameter of the same name of trainer.compiled()",
-        _trained(
+        _train_after(
             lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())
         ),
     ),
     "integrations/trainer.py TrainerPlainModel.check 2": Program(
-        _trained(lambda trainer: trainer.model.head.requires_grad_(False)),
+        _train_after(lambda trainer: trainer.model.head.requires_grad_(False)),
         "freeze before the first train() or evaluate()",
         _in_folder(
             lambda folder: (
@@ -402,42 +406,46 @@ TRAINER: dict[str, Program] = {
 
 ACCELERATE: dict[str, Program] = {
     "integrations/accelerator.py Accelerator.__init__ 0": Program(
-        _accelerated(fsdp_plugin=SimpleNamespace()), "omit it", _accelerated()
+        _with_accelerator(fsdp_plugin=SimpleNamespace()), "omit it", _with_accelerator()
     ),
     "integrations/accelerator.py _check_precision 0": Program(
-        _accelerated(mixed_precision="fp8"),
+        _with_accelerator(mixed_precision="fp8"),
         '"bf16", "fp16" or "no"',
-        _accelerated(mixed_precision="bf16"),
+        _with_accelerator(mixed_precision="bf16"),
     ),
     "integrations/accelerator.py Accelerator._prepare_autocast 0": Program(
-        _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
+        _with_accelerator(
+            lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"
+        ),
         "compile it under `with accelerator.autocast():`",
-        _accelerated(_within_autocast, mixed_precision="bf16"),
+        _with_accelerator(_within_autocast, mixed_precision="bf16"),
     ),
     "integrations/accelerator.py Accelerator._prepare_autocast 0 | precision": Program(
-        _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
+        _with_accelerator(
+            lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"
+        ),
         'or with precision="bf16"',
-        _accelerated(
+        _with_accelerator(
             lambda accelerator: accelerator.prepare(_tagger(precision="bf16")),
             mixed_precision="bf16",
         ),
     ),
     "integrations/accelerator.py Accelerator.clip_grad_norm_ 0": Program(
-        _accelerated(lambda accelerator: _clipped(accelerator, False)),
+        _with_accelerator(lambda accelerator: _clip(accelerator, False)),
         "pass all of pm.parameters()",
-        _accelerated(lambda accelerator: _clipped(accelerator, True)),
+        _with_accelerator(lambda accelerator: _clip(accelerator, True)),
     ),
     "integrations/accelerator.py Accelerator.save_state 0": Program(
-        _accelerated(lambda accelerator: accelerator.save_state("folder")),
+        _with_accelerator(lambda accelerator: accelerator.save_state("folder")),
         "autopar.Checkpoints(folder)",
-        _in_folder(_saved),
+        _in_folder(_save),
     ),
     "integrations/accelerator.py check_scaled 0": Program(
-        _accelerated(
+        _with_accelerator(
             lambda accelerator: accelerator.prepare(_tagger(precision="fp16", hardware="h100-sxm"))
         ),
         'precision="bf16" to autopar.compile',
-        _accelerated(
+        _with_accelerator(
             lambda accelerator: accelerator.prepare(_tagger(precision="bf16", hardware="h100-sxm"))
         ),
     ),
@@ -452,7 +460,7 @@ ADAPTERS: dict[str, Program] = {
     "integrations/pretrained.py load_adapter 0": Program(
         _in_folder(lambda folder: autopar.load_adapter(_tagger(), _shared().Tagger(), folder)),
         "pass the result of get_peft_model",
-        _loaded(2),
+        _load_adapter(2),
     ),
     "integrations/pretrained.py _active 0": Program(
         _active("default", "other"), "model.set_adapter(name)", _active("default")
@@ -467,12 +475,12 @@ ADAPTERS: dict[str, Program] = {
         ),
     ),
     "integrations/pretrained.py _match_keys 0": Program(
-        _adapted(autopar.load_adapter),
+        _with_adapter(autopar.load_adapter),
         "pass the folder that contains adapter_model.safetensors",
-        _loaded(2),
+        _load_adapter(2),
     ),
     "integrations/pretrained.py _match_keys 1": Program(
-        _loaded(4), "with the configuration of that adapter", _loaded(2)
+        _load_adapter(4), "with the configuration of that adapter", _load_adapter(2)
     ),
 }
 

@@ -1,5 +1,4 @@
-"""Programs for the remedies of optimizers of compiled modules, and of weights that are read from
-files."""
+"""Programs for the remedies of optimizers of compiled modules and of loading weights."""
 
 from __future__ import annotations
 
@@ -17,10 +16,8 @@ from tests.support.remedy_programs import Program
 from tests.support.remedy_programs_steps import Net, X, compiled, of_module
 
 
-def _stepped(
-    make: Callable[[Any], torch.optim.Optimizer], after: bool = True
-) -> Callable[[], object]:
-    """A step of an optimizer, that is built of the compiled module or of the plain model before."""
+def _step(make: Callable[[Any], torch.optim.Optimizer], after: bool = True) -> Callable[[], object]:
+    """Run a step of an optimizer that is built from the compiled module or from the plain model."""
 
     def program() -> None:
         plain = Net()
@@ -36,8 +33,8 @@ def _optimizer(name: str, **how: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda model: getattr(torch.optim, name)(model.parameters(), lr=0.1, **how)
 
 
-def _without_values(load: Callable[[Any], object] | None) -> Callable[[], object]:
-    """A model that is built on meta."""
+def _call_meta_model(load: Callable[[Any], object] | None) -> Callable[[], object]:
+    """Call a model that was built on the meta device, after `load`."""
 
     def program() -> object:
         with autopar.weights_on_meta():
@@ -50,14 +47,14 @@ def _without_values(load: Callable[[Any], object] | None) -> Callable[[], object
     return program
 
 
-def _loaded_file(module: Any) -> None:
+def _load_saved_file(module: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_file(Net().state_dict(), Path(folder, "model.safetensors"))
         autopar.load_weights(module, folder)
 
 
-def _read(write: Callable[[Path], object], name: str = "", **how: Any) -> Callable[[], object]:
-    """Weights from a folder."""
+def _load_from(write: Callable[[Path], object], name: str = "", **how: Any) -> Callable[[], object]:
+    """Load weights from a folder."""
 
     def work(module: Any) -> object:
         with tempfile.TemporaryDirectory() as folder:
@@ -67,11 +64,11 @@ def _read(write: Callable[[Path], object], name: str = "", **how: Any) -> Callab
     return of_module(work)
 
 
-def _weights(*names: str, prefix: str = "", keep: int = 9) -> Callable[[Path], None]:
+def _write_weights(*names: str, prefix: str = "", keep: int = 9) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        found = {prefix + name: x for name, x in list(Net().state_dict().items())[:keep]}
+        weights = {prefix + name: x for name, x in list(Net().state_dict().items())[:keep]}
         for name in names or ("model.safetensors",):
-            save_file(found, folder / name)
+            save_file(weights, folder / name)
 
     return write
 
@@ -79,7 +76,7 @@ def _weights(*names: str, prefix: str = "", keep: int = 9) -> Callable[[Path], N
 def _text(name: str, text: str, *beside: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         if beside:
-            _weights(*beside)(folder)
+            _write_weights(*beside)(folder)
         (folder / name).write_text(text)
 
     return write
@@ -95,76 +92,78 @@ _OF_ONE = {name: "one.safetensors" for name in Net().state_dict()}
 
 OPTIMIZERS: dict[str, Program] = {
     "runtime/optimizers.py check_optimizer 0": Program(
-        _stepped(lambda model: torch.optim.SparseAdam(model.parameters())),
+        _step(lambda model: torch.optim.SparseAdam(model.parameters())),
         "use one of",
-        _stepped(_optimizer("Adam")),
+        _step(_optimizer("Adam")),
     ),
     "runtime/optimizers.py check_optimizer 1": Program(
-        _stepped(_optimizer("SGD", fused=True)), "leave out fused=True", _stepped(_optimizer("SGD"))
+        _step(_optimizer("SGD", fused=True)), "leave out fused=True", _step(_optimizer("SGD"))
     ),
     "runtime/optimizers.py check_optimizer 1 | Adam": Program(
-        _stepped(_optimizer("SGD", fused=True)),
+        _step(_optimizer("SGD", fused=True)),
         "Adam and AdamW support it",
-        _stepped(_optimizer("AdamW", fused=True)),
+        _step(_optimizer("AdamW", fused=True)),
     ),
     "runtime/optimizers.py _check_replaced 0": Program(
-        _stepped(_optimizer("SGD"), after=False),
+        _step(_optimizer("SGD"), after=False),
         "create the optimizer after autopar.compile, with pm.parameters()",
-        _stepped(_optimizer("SGD")),
+        _step(_optimizer("SGD")),
     ),
 }
 
 WEIGHTS: dict[str, Program] = {
     "runtime/guards.py Unset.check 0": Program(
-        _without_values(None),
+        _call_meta_model(None),
         "autopar.load_weights(pm, folder) loads them from safetensors",
-        _without_values(_loaded_file),
+        _call_meta_model(_load_saved_file),
     ),
     "runtime/guards.py Unset.check 0 | state dict": Program(
-        _without_values(None),
+        _call_meta_model(None),
         "pm.load_state_dict(...) takes full tensors",
-        _without_values(lambda module: module.load_state_dict(Net().state_dict())),
+        _call_meta_model(lambda module: module.load_state_dict(Net().state_dict())),
     ),
     "checkpoint/weights.py _files_of 0": Program(
-        _read(_weights(), "nowhere"), "or a folder with such files", _read(_weights())
+        _load_from(_write_weights(), "nowhere"),
+        "or a folder with such files",
+        _load_from(_write_weights()),
     ),
     "checkpoint/weights.py _weights_damage_error 0": Program(
-        _read(_text("model.safetensors", "x")),
+        _load_from(_text("model.safetensors", "x")),
         "download or copy it and the other",
-        _read(_weights()),
+        _load_from(_write_weights()),
     ),
     "checkpoint/weights.py _weights_damage_error 0 | index": Program(
-        _read(_text(_INDEX, _index(x="one.safetensors"), "one.safetensors")),
+        _load_from(_text(_INDEX, _index(x="one.safetensors"), "one.safetensors")),
         "download or copy it and the other",
-        _read(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
+        _load_from(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
     ),
     "checkpoint/weights.py _weights_choice_error 0": Program(
-        _read(_weights("a.safetensors", "b.safetensors")),
+        _load_from(_write_weights("a.safetensors", "b.safetensors")),
         "pass the path of one of them",
-        _read(_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
+        _load_from(_write_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
     "checkpoint/weights.py _weights_choice_error 1": Program(
-        _read(_text("pytorch_model.bin", "x")),
+        _load_from(_text("pytorch_model.bin", "x")),
         "or safetensors.torch.save_model(...)",
-        _read(_weights()),
+        _load_from(_write_weights()),
     ),
     "checkpoint/weights.py _weights_choice_error 2": Program(
-        _read(lambda folder: None), "pass a folder with weights", _read(_weights())
+        _load_from(lambda folder: None), "pass a folder with weights", _load_from(_write_weights())
     ),
     "checkpoint/weights.py _check_known 0": Program(
-        _read(_weights(), names=["head"]),
+        _load_from(_write_weights(), names=["head"]),
         "pass names of its parameters and saved buffers",
-        _read(_weights(), names=["layer.bias"]),
+        _load_from(_write_weights(), names=["layer.bias"]),
     ),
     "checkpoint/weights.py _match_names 0": Program(
-        _read(_weights(prefix="encoder.")),
+        _load_from(_write_weights(prefix="encoder.")),
         "rename= maps its names to names in the files",
-        _read(_weights(prefix="encoder."), rename="encoder.{}".format),
+        _load_from(_write_weights(prefix="encoder."), rename="encoder.{}".format),
     ),
     "checkpoint/weights.py _match_names 0 | missing": Program(
-        _read(_weights(keep=1)),
+        _load_from(_write_weights(keep=1)),
         "strict=False leaves missing weights unchanged",
-        _read(_weights(keep=1), strict=False),
+        _load_from(_write_weights(keep=1), strict=False),
     ),
 }
 

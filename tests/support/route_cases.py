@@ -8,11 +8,11 @@ from torch import Tensor
 WIDTH = 5
 
 
-def drawn(
+def random_tokens(
     size: int, choices: int, per_rank: int, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
-    """Of every rank tokens, their experts and weights; uneven counts: rank 0 may have no token,
-    some expert gets none, one gets many."""
+    """Return tokens, their experts and weights, by rank. The numbers of tokens differ: rank 0 may
+    have none, some experts get none, and one gets many."""
     generator = torch.Generator().manual_seed(seed)
     num_experts = size * per_rank
     counts = [0 if rank == 0 and size > 1 else 3 + 2 * rank for rank in range(size)]
@@ -20,8 +20,8 @@ def drawn(
     experts = [
         torch.randint(0, num_experts, (count, choices), generator=generator) for count in counts
     ]
-    for chosen in experts:
-        chosen[: len(chosen) // 2, 0] = num_experts - 1
-        chosen[chosen == 0] = num_experts // 2
+    for picks in experts:
+        picks[: len(picks) // 2, 0] = num_experts - 1
+        picks[picks == 0] = num_experts // 2
     weights = [torch.rand(count, choices, generator=generator) for count in counts]
     return xs, experts, weights, max(count * choices for count in counts)

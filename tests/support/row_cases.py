@@ -1,5 +1,4 @@
-"""Operands of dispatched experts of all ranks, and how they run where ranks reach each other's
-memory."""
+"""Operands of expert layers on all ranks, and the layers with dispatch between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ H, D, F, PICKS = 5, 3, 7, 3
 Ranks = list[tuple[Any, ...]]
 
 
-def drawn(
+def random_operands(
     size: int,
     per_rank: int,
     dtype: torch.dtype,
@@ -25,8 +24,9 @@ def drawn(
     gates_dtype: torch.dtype | None = None,
     h: int = H,
 ) -> Ranks:
-    """Operands of the gradient, by rank: uneven tokens, on some ranks none; picks of no expert,
-    of one by all, of some by none."""
+    """Return the operands of a gradient, by rank. Ranks have different numbers of tokens, some have
+    none. Some tokens pick no expert, one expert gets all tokens of a rank, and some experts get
+    none."""
     generator = torch.Generator().manual_seed(seed)
     num, starts, ranks = size * per_rank, [i * per_rank for i in range(size)], []
 
@@ -57,11 +57,11 @@ def drawn(
 
 
 def both(ranks: Ranks, exchange: Callable[[], Exchange]) -> list[list[Tensor]]:
-    """By rank, what tokens get and all gradients."""
-    made = dispatched_experts([rank[1:] for rank in ranks], exchange())
+    """Return the outputs of the tokens and all gradients, by rank."""
+    outputs = dispatched_experts([rank[1:] for rank in ranks], exchange())
     return [
         [y, *grads]
-        for y, grads in zip(made, dispatched_experts_backward(ranks, exchange()), strict=True)
+        for y, grads in zip(outputs, dispatched_experts_backward(ranks, exchange()), strict=True)
     ]
 
 
@@ -73,9 +73,9 @@ def most_of(size: int) -> int:
     return 5 * PICKS + size % 2
 
 
-def same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+def same(results: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
     return all(
         torch.equal(a, b)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(results, expected, strict=True)
         for a, b in zip(one, other, strict=True)
     )

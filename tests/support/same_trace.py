@@ -1,4 +1,4 @@
-"""Two traces are the same: node for node, border for border. Names of nodes do not count."""
+"""Equality of two traces in their nodes, inputs and outputs. Names of nodes are ignored."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from autopar.capture import Trace
 
 
 def assert_same_trace(one: Trace, other: Trace) -> None:
-    """Fail at the first node that differs, or the first entry of the border."""
-    for mine, theirs in zip(_nodes(one), _nodes(other), strict=True):
-        assert mine == theirs
-    for mine, theirs in zip(_border(one), _border(other), strict=True):
-        assert mine == theirs
+    """Fail at the first node, input or output that differs."""
+    for entry, other_entry in zip(_nodes(one), _nodes(other), strict=True):
+        assert entry == other_entry
+    for entry, other_entry in zip(_border(one), _border(other), strict=True):
+        assert entry == other_entry
     assert one.fingerprint == other.fingerprint
 
 
 def differs(one: Trace, other: Trace) -> bool:
-    """Whether they are not the same."""
+    """Return whether two traces differ."""
     try:
         assert_same_trace(one, other)
     except (AssertionError, ValueError):

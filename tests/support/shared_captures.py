@@ -1,16 +1,16 @@
-"""Captures shared between tests: a model that was captured before, in all that a capture can see,
-is not traced again.
+"""Captures shared between tests: a model that was captured before, with equal relevant state, is
+not traced again.
 
-`share()` puts a memory of the latest captures under `autopar.capture.capture`. What is remembered
-is a whole `Trace`; each call gets a copy with a graph of its own, so that a test which changes its
-graph changes nobody else's. What a capture can see is written down in full by `look`: classes and
+`share()` adds a cache of the latest captures below `autopar.capture.capture`. The cache contains
+`Trace` objects. Each call gets a copy with its own graph, so that a test that changes its graph
+does not affect other tests. `look` describes everything that a capture can depend on: classes and
 plain attributes of all modules, shapes, dtypes, strides and ties of their tensors, the call, and
-`around` it. Whatever `look` does not know, as a closure over some state, makes the model one that
-is never shared.
+the settings in `around`. A model with anything that `look` does not support, such as a closure over
+some state, is never shared.
 
-What this process has not captured, another of the same run of tests may have: `stored_captures`.
+Captures of other processes of the same test run are read from `stored_captures`.
 
-Tests of capturing itself do not use this. ``pytest --fresh-captures`` turns it off everywhere.
+Tests of capture itself do not use this module. ``pytest --fresh-captures`` disables it everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from autopar.capture import Trace, capturing
 
-FRESH = "AUTOPAR_TESTS_FRESH_CAPTURES"  # in the environment, so that spawned processes know it too
+FRESH = "AUTOPAR_TESTS_FRESH_CAPTURES"  # in the environment, so that spawned processes inherit it
 NUM_KEPT = 24
 _ATOMS = (
     type(None),
@@ -47,7 +47,7 @@ _ATOMS = (
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _NOT_LOOKED_AT = (
     "_original_object_hash",
-)  # of a configuration: what it was, in a number that is another in each process
+)  # of a configuration: a hash of its original state, which differs between processes
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _captured = capturing._capture_once
@@ -55,31 +55,33 @@ _kept: OrderedDict[Any, Trace] = OrderedDict()
 
 
 class Unknown(Exception):
-    """Something that a capture may depend on and that cannot be compared."""
+    """An object that a capture may depend on and that cannot be compared."""
 
 
 def share() -> None:
-    """From here on captures of this process are shared."""
+    """Share the captures of this process from now on."""
     if not os.environ.get(FRESH):
         capturing._capture_once = captured
 
 
 def unshare() -> None:
-    """From here on each capture is traced."""
+    """Trace at each capture from now on."""
     capturing._capture_once = _captured
 
 
 def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
-    """What ``capturing._captured`` returns."""
+    """Return the result of ``capturing._captured``."""
     try:
         leaves = tuple((path, _leaf(leaf)) for path, leaf in call.in_leaves)
-        known = tuple((position, str(value.tolist())) for position, value in call.known.items())
+        known_values = tuple(
+            (position, str(value.tolist())) for position, value in call.known.items()
+        )
         key = (
             fold,
             *around(),
             look(model),
             leaves,
-            known,
+            known_values,
             str(call.in_spec),
             call.precision,
             call.inference,
@@ -96,7 +98,7 @@ def captured(model: nn.Module, call: Any, fold: bool) -> Trace:
 
 
 def around() -> tuple[Any, ...]:
-    """What torch is set to: the default dtype, and autocast by device."""
+    """Return the global settings of torch: the default dtype, and autocast by device."""
     autocast = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -105,7 +107,7 @@ def around() -> tuple[Any, ...]:
 
 
 def copied(trace: Trace) -> Trace:
-    """The same trace around a graph of its own."""
+    """Return the same trace with a copy of its graph."""
     graph, nodes = fx.Graph(), {}
     for node in trace.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
@@ -114,10 +116,10 @@ def copied(trace: Trace) -> Trace:
 
 
 def look(model: nn.Module) -> Any:
-    """All of a model that a capture can see, as something to compare.
+    """Return everything of a model that a capture can depend on, as a comparable object.
 
     Raises:
-        Unknown: where it has something that cannot be compared.
+        Unknown: the model has something that cannot be compared.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     numbers: dict[int, int] = {}
@@ -129,8 +131,8 @@ def look(model: nn.Module) -> Any:
         hooks = [_plain(list(getattr(module, key).values())) for key in _HOOKS]
         tensors = [
             (key, _tensor(t, ties))
-            for held in (module._parameters, module._buffers)
-            for key, t in held.items()
+            for named_tensors in (module._parameters, module._buffers)
+            for key, t in named_tensors.items()
         ]
         looks.append(
             (
@@ -149,7 +151,7 @@ def look(model: nn.Module) -> Any:
 def _tensor(tensor: torch.Tensor | None, ties: dict[int, int]) -> Any:
     if tensor is None:
         return None
-    number = ties.setdefault(id(tensor), len(ties))  # tied ones have one number
+    number = ties.setdefault(id(tensor), len(ties))  # tied tensors have the same number
     return (
         number,
         isinstance(tensor, nn.Parameter),
@@ -167,17 +169,17 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` by its type and content; functions and classes by themselves, functions within
+    """Return `value` by type and content. Functions and classes are compared by identity, nested
     functions by their code."""
     if (
         isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
-    ):  # made anew for each model
-        held = [
+    ):  # created for each model
+        contents = [
             value.__defaults__,
             value.__kwdefaults__,
             [cell.cell_contents for cell in value.__closure__ or ()],
         ]
-        return value.__module__, value.__qualname__, value.__code__, _plain(held)
+        return value.__module__, value.__qualname__, value.__code__, _plain(contents)
     if isinstance(value, _ATOMS):
         return type(value), value
     if isinstance(value, (tuple, list)):
@@ -190,6 +192,6 @@ def _plain(value: Any) -> Any:
         value, "to_dict"
     ):  # configurations
         return type(value), _plain(
-            {name: held for name, held in vars(value).items() if name not in _NOT_LOOKED_AT}
+            {name: contents for name, contents in vars(value).items() if name not in _NOT_LOOKED_AT}
         )
     raise Unknown(f"{type(value)}")

@@ -1,4 +1,4 @@
-"""A head in 16 bits that returns more than the loss."""
+"""A 16-bit head that returns more than the loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Shown(nn.Module):
-    """Returns its logits, twice, a view of them and what it is given beside the loss."""
+    """Returns its logits twice, a view of them, its input, and the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Shown(nn.Module):
 
 
 def shown(num_rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model and a batch."""
+    """Return the model and a batch."""
     batch = {
         "x": torch.ones(num_rows, 16, dtype=torch.bfloat16),
         "labels": torch.arange(num_rows) % 256,

@@ -1,4 +1,4 @@
-"""Hardware on which attention takes most of a step, as it does of long sequences."""
+"""Hardware on which attention takes most of the step time, as for long sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.core.hardware import HardwareProfile
 
 @cache
 def slow_attention() -> HardwareProfile:
-    """An H100 whose attention reaches little of the peak, at every size."""
+    """Return an H100 on which attention has a low efficiency at all sizes."""
     data = copy.deepcopy(HardwareProfile.read("h100-sxm"))
     data["matmul_half_flops"]["value"] = 0
     for kind in ("attention", "attention_backward"):

@@ -1,4 +1,4 @@
-"""Python modules as syntax trees, and what each of them imports."""
+"""Python modules as syntax trees, and their imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Functions that import the module that their first argument names.
+# Functions that import the module named by their first argument.
 _IMPORTERS = ("import_module", "import_in_thread", "__import__")
 
 
@@ -18,9 +18,9 @@ class Module:
     Attributes:
         name: dotted name, for example ``autopar.rules``.
         is_package: whether it is the ``__init__`` of a package.
-        tree: its syntax tree.
-        num_lines: lines of its source text.
-        num_columns: of its longest line.
+        tree: the syntax tree.
+        num_lines: number of lines of the source.
+        num_columns: length of the longest line.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One import statement.
+    """An import statement.
 
     Attributes:
-        target: dotted name of the module that is imported.
-        names: the names taken from it; empty if the module itself is imported.
+        target: dotted name of the imported module.
+        names: the names imported from it; empty if the module itself is imported.
         line: line number of the statement.
     """
 
@@ -52,7 +52,8 @@ class Import:
 
 
 def read_modules(root: Path, package: str = "autopar") -> dict[str, Module]:
-    """Parse all modules of the package `package` in the folder `root`, by dotted name."""
+    """Parse all modules of the package `package` in the folder `root`. Return them by dotted
+    name."""
     modules = {}
     for path in sorted((root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -66,24 +67,24 @@ def read_modules(root: Path, package: str = "autopar") -> dict[str, Module]:
 
 
 def all_nodes(module: Module) -> list[ast.AST]:
-    """All nodes of the tree, including function bodies and ``if TYPE_CHECKING`` blocks."""
+    """Return all nodes of the tree, including function bodies and ``if TYPE_CHECKING`` blocks."""
     return list(ast.walk(module.tree))
 
 
 def executed_nodes(module: Module, *, late: bool) -> list[ast.AST]:
-    """The nodes that Python can execute, without ``if TYPE_CHECKING`` blocks.
+    """Return the nodes that Python can execute, without ``if TYPE_CHECKING`` blocks.
 
     Args:
-        late: whether to include the bodies of functions. Without them, the result is what runs when
-            the module is imported.
+        late: whether to include the bodies of functions. Without them, the result contains what
+            runs when the module is imported.
     """
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     todo: list[ast.AST] = [module.tree]
     while todo:
         node = todo.pop()
-        found.append(node)
+        nodes.append(node)
         todo += _executed_children(node, late)
-    return found
+    return nodes
 
 
 def _executed_children(node: ast.AST, late: bool) -> Iterable[ast.AST]:
@@ -109,7 +110,7 @@ def _is_not_type_checking(test: ast.expr) -> bool:
 
 
 def imports_of(module: Module, nodes: Iterable[ast.AST]) -> Iterator[Import]:
-    """The imports among `nodes` of the module.
+    """Return the imports among `nodes` of the module.
 
     Calls such as ``import_module("pulp")`` count as imports if their first argument is a literal.
     Modules whose names are computed at run time are not found.
@@ -126,13 +127,13 @@ def imports_of(module: Module, nodes: Iterable[ast.AST]) -> Iterator[Import]:
 
 
 def _imported_from(module: Module, node: ast.ImportFrom) -> str:
-    """The absolute name of the module of a ``from ... import`` statement."""
+    """Return the absolute module name of a ``from ... import`` statement."""
     base = node.module or ""
     if not node.level:
         return base
     parts = module.name.split(".")
-    kept = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
-    return ".".join([*kept, *([base] if base else [])])
+    prefix = parts[: len(parts) - node.level + (1 if module.is_package else 0)]
+    return ".".join([*prefix, *([base] if base else [])])
 
 
 def _imported_by_call(module: Module, call: ast.Call) -> Iterator[Import]:
@@ -141,8 +142,8 @@ def _imported_by_call(module: Module, call: ast.Call) -> Iterator[Import]:
     if name in _IMPORTERS:
         arguments = call.args[:1]
     elif name == "lazily" and "." in module.name:
-        # The names of a package that are imported on first access. Those of the root are left out:
-        # a module below the root that accessed one would import from a higher floor.
+        # Names of a package that are imported on first access. Names of the root are not included:
+        # a module below the root that accesses one would import from a higher floor.
         arguments = [
             value for table in call.args if isinstance(table, ast.Dict) for value in table.values
         ]
@@ -154,7 +155,8 @@ def _imported_by_call(module: Module, call: ast.Call) -> Iterator[Import]:
 
 
 def attributes_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
-    """The longest dotted names among `nodes`, such as ``torch.distributed.barrier``, with lines."""
+    """Return the longest dotted names among `nodes`, such as ``torch.distributed.barrier``, with
+    lines."""
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     inner = {id(node.value) for node in attributes}
     for node in attributes:
@@ -168,7 +170,7 @@ def attributes_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
 
 
 def uses_of(module: Module, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
-    """Every dotted name that `nodes` import or spell out, with its line."""
+    """Return all dotted names that `nodes` import or spell out, with lines."""
     nodes = list(nodes)
     for imported in imports_of(module, nodes):
         for name in imported.names or ("",):
@@ -177,7 +179,7 @@ def uses_of(module: Module, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int
 
 
 def internal_targets(modules: Mapping[str, Module], imported: Import) -> list[str]:
-    """The modules of autopar that an import loads.
+    """Return the modules of autopar that an import loads.
 
     ``from autopar.rules import table`` loads ``autopar.rules.table`` if that is a module, otherwise
     ``autopar.rules``.
@@ -185,11 +187,11 @@ def internal_targets(modules: Mapping[str, Module], imported: Import) -> list[st
     base = imported.target
     if base.split(".")[0] != "autopar":
         return []
-    found = [f"{base}.{name}" for name in imported.names if f"{base}.{name}" in modules]
-    plain = len(found) < max(len(imported.names), 1)
-    return found + ([base] if plain else [])
+    submodules = [f"{base}.{name}" for name in imported.names if f"{base}.{name}" in modules]
+    plain = len(submodules) < max(len(imported.names), 1)
+    return submodules + ([base] if plain else [])
 
 
 def is_under(target: str, roots: Iterable[str]) -> bool:
-    """Whether a dotted name is one of `roots` or below one of them."""
+    """Return whether a dotted name is in `roots` or below one of them."""
     return any(target == root or target.startswith(root + ".") for root in roots)

@@ -1,5 +1,5 @@
-"""Stages of a cut run one after another on one device: forward in order, backward in reverse.
-The plainest reading of a cut."""
+"""A reference interpreter of stages: they run one after another on one device, forward in order and
+backward in reverse order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def run_stages(
     inputs: Mapping[str, Tensor],
     tangent: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs by path, gradients by parameter in stored shapes, new buffers by name. Tensors are
-    cast by the caller.
+    """Return outputs by path, gradients by parameter in stored shapes, and new buffers by name. The
+    caller casts the tensors.
 
     Args:
-        parameters, buffers: by every name. inputs: by path.
+        parameters: tensors by all of their names.
+        buffers: tensors by all of their names.
+        inputs: tensors by path.
     """
     outputs: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
@@ -74,7 +76,7 @@ def _run(stage: Trace, phase: str, env: dict[fx.Node, Any], values: Mapping[str,
 
 
 def _wide(value: Any) -> Any:
-    """Casts that the graph names become casts to float64."""
+    """Replace the casts of the graph with casts to float64."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
     if isinstance(value, dict):

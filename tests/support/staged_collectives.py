@@ -1,5 +1,5 @@
-"""Collectives of GPU tensors through the CPU, for processes that share one GPU: NCCL wants a GPU
-for each, gloo has few of them."""
+"""Collectives of GPU tensors through the CPU, for processes that share a GPU. NCCL needs one GPU
+per process, and gloo supports few collectives of GPU tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _OPS = (
 
 
 def stage_collectives() -> torch.library.Library:
-    """From now on, as long as what it returns is held, these of torch's functional collectives
-    copy GPU tensors to the CPU and back."""
+    """Copy GPU tensors to the CPU and back in these collectives of torch, as long as the returned
+    object exists."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     for name in _OPS:
-        library.impl(name, _staged(getattr(_FUNCTIONAL, name)), "CUDA")
+        library.impl(name, _through_cpu(getattr(_FUNCTIONAL, name)), "CUDA")
     return library
 
 
-def _staged(op: Any) -> Any:
+def _through_cpu(op: Any) -> Any:
     def run(x: Tensor, *settings: Any) -> Tensor:
-        made: Tensor = _FUNCTIONAL.wait_tensor(op(x.cpu(), *settings))
-        return made.to(x.device)
+        result: Tensor = _FUNCTIONAL.wait_tensor(op(x.cpu(), *settings))
+        return result.to(x.device)
 
     return run

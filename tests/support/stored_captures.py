@@ -1,14 +1,13 @@
-"""Captures that the processes of one run of the tests share: what one has traced, the others read
-from a folder.
+"""Captures that the processes of a test run share through a folder.
 
-`stored(key, make)` is the trace that ``make()`` returns, or one that a process wrote for the same
-`key` before. Of several processes that want one at the same time, the first traces and the others
-wait for it: tracing waits for nobody. The folder lives as long as the run of the tests, so no
-source changes under it.
+`stored(key, make)` returns the trace that ``make()`` returns, or the trace that a process stored
+for the same `key`. If several processes need a trace at the same time, the first one traces and the
+others wait for it. Tracing itself never waits. The folder exists as long as the test run, during
+which the sources do not change.
 
-Variables of closures that forward looked at belong to one process: the others do not watch them.
-What else a key or a trace holds and cannot be told from process to process, as a class that is not
-found under its name, makes it one that each process traces for itself.
+Variables of closures that forward read belong to one process and are not watched by the others. A
+key or trace that refers to anything else that cannot be identified in another process, such as a
+class that is not found by its name, is traced by each process.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from autopar.capture import Trace
 from autopar.capture.dynamo.fakes import fake_like, is_fake, new_fake_mode, no_modes
 from autopar.capture.trace import OutsideValue
 
-FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes know it too
+FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes inherit it
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Untold(Exception):
-    """Something that means nothing to another process."""
+    """An object that cannot be identified in another process."""
 
 
 def stored(key: Any, make: Callable[[], Trace]) -> Trace:
-    """The trace of that key. Without a folder, and where it cannot be told to others,
+    """Return the trace of a key. Without a folder, or if the trace cannot be stored, return
     ``make()``."""
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -57,18 +56,18 @@ def stored(key: Any, make: Callable[[], Trace]) -> Trace:
             return loads(path.read_bytes())
         trace = make()
         try:
-            written = dumps(trace)
+            data = dumps(trace)
         except (pickle.PicklingError, TypeError, AttributeError):
             return trace
-        path.write_bytes(written)  # nobody reads while the lock is held
+        path.write_bytes(data)  # no process reads while the lock is held
         return trace
 
 
 def _words(value: Any) -> Iterator[str]:
-    """`value` in words that are the same in every process, and of no other value.
+    """Return a text that identifies `value` in all processes.
 
     Raises:
-        Untold: where there are none.
+        Untold: there is no such text.
     """
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
@@ -93,23 +92,24 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _name(value: Any) -> str:
-    """Where `value` is found in every process that has imported its module."""
-    module = value.__module__ or "torch"  # whose own functions name no module
-    found: Any = sys.modules.get(module)
+    """Return the name by which all processes that have imported its module find `value`."""
+    module = value.__module__ or "torch"  # the functions of torch have no module
+    module_object: Any = sys.modules.get(module)
     for part in value.__name__.split(".") if module == "torch" else value.__qualname__.split("."):
-        found = getattr(found, part, None)
+        module_object = getattr(module_object, part, None)
     if (
-        found is not value and value not in vars(types).values()
-    ):  # as None's type, which builtins names and does not have
+        module_object is not value and value not in vars(types).values()
+    ):  # for example, the type of None, which is not an attribute of builtins
         raise Untold(value)
     return f"{module} {value.__qualname__}"
 
 
 def dumps(trace: Trace) -> bytes:
-    """The trace as bytes.
+    """Return the trace as bytes.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: where it holds what cannot be written.
+        pickle.PicklingError, TypeError, AttributeError: the trace contains an object that cannot be
+            pickled.
     """
     numbers = {node: number for number, node in enumerate(trace.graph.nodes)}
     nodes = [
@@ -123,26 +123,26 @@ def dumps(trace: Trace) -> bytes:
         )
         for n in trace.graph.nodes
     ]
-    told = {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}
-    told["attributes"] = tuple(
+    values = {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}
+    values["attributes"] = tuple(
         a for a in trace.attributes if not isinstance(a, OutsideValue) or isinstance(a.holder, str)
     )
     out = io.BytesIO()
-    _Pickler(out).dump((nodes, told))
+    _Pickler(out).dump((nodes, values))
     return out.getvalue()
 
 
-def loads(written: bytes) -> Trace:
-    """What was written."""
-    nodes, rest = _Unpickler(io.BytesIO(written)).load()
-    graph, made = fx.Graph(), list[fx.Node]()
+def loads(data: bytes) -> Trace:
+    """Return the trace that `dumps` wrote."""
+    nodes, rest = _Unpickler(io.BytesIO(data)).load()
+    graph, created = fx.Graph(), list[fx.Node]()
     for op, name, target, operands, kind, meta in nodes:
         args, kwargs = fx.node.map_aggregate(
-            operands, lambda x: made[x.number] if isinstance(x, _Operand) else x
+            operands, lambda x: created[x.number] if isinstance(x, _Operand) else x
         )
         node = graph.create_node(op, target, args, kwargs, name, kind)
         node.name, node.meta = name, meta
-        made.append(node)
+        created.append(node)
     return Trace(graph=graph, **rest)
 
 
@@ -154,13 +154,13 @@ class _Operand:
 
 
 class _Pickler(pickle.Pickler):
-    """Ops by their names, fake tensors by how they look and which of them share a mode and a
+    """A pickler that writes ops by their names, and fake tensors by their properties, mode and
     storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.numbers: dict[int, int] = {}
-        self.kept: list[Any] = []  # so that no id is given twice
+        self.kept: list[Any] = []  # keeps objects alive, so that ids are unique
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, torch._ops.OpOverload):
@@ -196,14 +196,14 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self.made: dict[int, Any] = {}
 
-    def persistent_load(self, told: Any) -> Any:
-        if told[0] == "op":
-            return reduce(getattr, told[1:], torch.ops)
-        number, mode, storage, num_bytes, shape, stride, offset, dtype, device = told[1:]
+    def persistent_load(self, persistent_id: Any) -> Any:
+        if persistent_id[0] == "op":
+            return reduce(getattr, persistent_id[1:], torch.ops)
+        number, mode, storage, num_bytes, shape, stride, offset, dtype, device = persistent_id[1:]
         if number not in self.made:
             if mode not in self.made:
                 self.made[mode] = new_fake_mode()
-            with no_modes():  # by hand, which takes a tenth of what the mode's own dispatch does
+            with no_modes():  # built directly, which takes a tenth of the time of the dispatch mode
                 if storage not in self.made:
                     self.made[storage] = torch.empty(
                         num_bytes, dtype=torch.uint8, device="meta"

@@ -1,4 +1,4 @@
-"""Problems that memory binds, alike but for their moments."""
+"""Memory-bound problems that differ only in their moments."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ NUM_LAYERS = 1
 
 
 def problems() -> list[Problem]:
-    """One that memory binds, with some of its moments, then others, and the first again."""
+    """Return a memory-bound problem with some of its moments, one with other moments, and the first
+    one again."""
     model, batch = zoo_small.llama(num_layers=NUM_LAYERS)
     return tight(capture(model, (), batch))
 
 
 def small_problems() -> list[Problem]:
-    """Likewise, of a few linears."""
+    """Return such problems for a few linear layers."""
     return tight(traced(32, 64, 64, num_layers=2))
 
 
 def tight(trace: Trace) -> list[Problem]:
-    """Those of a trace."""
+    """Return such problems for a trace."""
     ready = prepared_trace(trace, Mesh.parse("2"), HardwareProfile.load("h100-sxm"))
     free = ready.priced.problem
     ample = evaluate_choices(free, solve(free))

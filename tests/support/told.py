@@ -1,5 +1,5 @@
-"""What has to hold of all that is told of a plan: faults of its explanation, its report and its
-differences from another plan, each in a sentence."""
+"""Checks of the texts about a plan: faults of its explanation, its report, and its differences from
+another plan, each as a sentence."""
 
 from __future__ import annotations
 
@@ -24,47 +24,51 @@ _RAW = re.compile(
     r"\bNone\b|\bTrue\b|\bFalse\b|\bnan\b|\binf\b|[+-]0\.00 |\b0\.00 [µmsGMKB]"
     r"|object at 0x|<autopar|<function|\{\d*\}|Shard\(|Replicate\(|Partial\(|Layout\(|frozenset"
 )
-_OF_THE_USER = ("constraints: ",)  # lines that are written as calls
+_OF_THE_USER = ("constraints: ",)  # lines with calls written by the user
 _ROUNDING = 1e-9
-_NOTICED = 1e-4  # of the step: modules told as the same may differ by as much
+_NOTICED = 1e-4  # share of the step by which modules that are listed as equal may differ
 
 
 def faults_of(plan: Plan, model: nn.Module | None, folder: Path) -> list[str]:
-    """What is wrong with what is told of a plan.
+    """Return the faults of the texts about a plan.
 
     Args:
-        model: of which it is; None where that is not at hand. folder: where a page and a picture
-            are written.
+        model: the model of the plan, or None if it is not available.
+        folder: folder for a page and a figure.
     """
-    found = explain(plan)
+    explanation = explain(plan)
     names = {name for name, _ in model.named_modules()} if model is not None else None
-    again = plan.loads(plan.dumps())
+    loaded = plan.loads(plan.dumps())
     return [
         *_sums(plan),
-        *_of_readable(found),
-        *(f for part in _narrowed(found) for f in _of_module(plan, part)),
-        *(f for part in found.parts for f in _unknown(part, names)),
-        *([] if str(explain(again)) == str(found) else ["the file does not say all that is told"]),
-        *(f for section in found.sections for f in _shares(section.explanation)),
-        *(f for line in found.summary() for f in _raw(line)),
+        *_of_readable(explanation),
+        *(f for part in _narrowed(explanation) for f in _of_module(plan, part)),
+        *(f for part in explanation.parts for f in _unknown(part, names)),
+        *(
+            []
+            if str(explain(loaded)) == str(explanation)
+            else ["the file does not say all that is told"]
+        ),
+        *(f for section in explanation.sections for f in _shares(section.explanation)),
+        *(f for line in explanation.summary() for f in _raw(line)),
         *_of_page(plan, folder),
     ]
 
 
 def differences_of(first: Plan, second: Plan) -> list[str]:
-    """What is wrong with what is told of two plans."""
-    found = diff(first, second)
-    wrong = [*_of_readable(found), *_accounts(found)]
-    if first is second and found.changes:
-        wrong.append(f"{found.changes[0].module} differs from itself")
-    return wrong
+    """Return the faults of the comparison of two plans."""
+    difference = diff(first, second)
+    faults = [*_of_readable(difference), *_accounts(difference)]
+    if first is second and difference.changes:
+        faults.append(f"{difference.changes[0].module} differs from itself")
+    return faults
 
 
 # Numbers.
 
 
 def _sums(plan: Plan) -> Iterator[str]:
-    """Parts add up to what is predicted, in every stage and as a whole."""
+    """Check that the parts add up to the prediction, for each stage and the full plan."""
     for number, stage in enumerate(plan.stages):
         yield from (f"stage {number}: {wrong}" for wrong in _sums_of_stage(stage))
     parts, step_s = step_parts(plan), plan.prediction.simulated_s
@@ -87,15 +91,15 @@ def _sums_of_stage(plan: Plan) -> Iterator[str]:
         told_s, due_s = sum(getattr(p, name) for p in parts), getattr(prediction, name)
         if not _close(told_s, due_s, whole_s):
             yield f"modules have {name} {told_s}, and the plan {due_s}"
-    kept, due = sum(p.kept_bytes for p in parts), prediction.memory_bytes["activations"]
-    if kept != due:
-        yield f"modules keep {kept} bytes, and the plan {due}"
-    sent = sum(t.num for p in parts for t in p.transfers if t.kind != "receive")
-    if sent != sum(len(c.instances) for c in plan.communications):
-        yield f"modules have {sent} collectives"
-    told = Counter(entry.key for part in parts for entry in part.entries)
+    kept_bytes, due = sum(p.kept_bytes for p in parts), prediction.memory_bytes["activations"]
+    if kept_bytes != due:
+        yield f"modules keep {kept_bytes} bytes, and the plan {due}"
+    num_collectives = sum(t.num for p in parts for t in p.transfers if t.kind != "receive")
+    if num_collectives != sum(len(c.instances) for c in plan.communications):
+        yield f"modules have {num_collectives} collectives"
+    listed_keys = Counter(entry.key for part in parts for entry in part.entries)
     decided = Counter(e.key for e in plan.entries if e.time_s or e.kind == "parameter")
-    yield from (f"{key} is decided, and told in no module" for key in decided - told)
+    yield from (f"{key} is decided, and told in no module" for key in decided - listed_keys)
     names = Counter(part.name for part in parts)
     yield from (f"two parts are called {name}" for name, num in names.items() if num > 1)
 
@@ -105,36 +109,39 @@ def _peak(peak: int, kinds: dict[str, int]) -> Iterator[str]:
         yield f"{kinds} are no peak of {peak} bytes"
 
 
-def _shares(found: StageExplanation) -> Iterator[str]:
-    """Kinds of parallelism have all of the work."""
-    table = next(t for t in _stage_tables(found) if t.title == "Parallelism")
+def _shares(readable: StageExplanation) -> Iterator[str]:
+    """Check that the shares of the kinds of parallelism add up to all of the work."""
+    table = next(t for t in _stage_tables(readable) if t.title == "Parallelism")
     shares = [float(str(cell).rstrip(" %")) for cell in table.columns[1].cells]
     if abs(sum(shares) - 100.0) > 0.05 * len(shares) + 0.05:
         yield f"shares of the work are {shares}"
 
 
-def _accounts(found: Diff) -> Iterator[str]:
-    """What modules differ by, and what is told beside them, is the whole difference."""
-    plans = found.first, found.second
-    if found.beside:
+def _accounts(difference: Diff) -> Iterator[str]:
+    """Check that the differences of the modules and of the other items add up to the total
+    difference."""
+    plans = difference.first, difference.second
+    if difference.beside:
         for which, plan in enumerate(plans):
-            shares = [c.shares[which] for c in found.changes if c.shares]
-            told_s = sum(s.time_s for s in shares if s) + sum(r[1 + which] for r in found.beside)
+            shares = [c.shares[which] for c in difference.changes if c.shares]
+            told_s = sum(s.time_s for s in shares if s) + sum(
+                r[1 + which] for r in difference.beside
+            )
             if not _close(told_s, plan.prediction.step_s, told_s):
                 yield f"{told_s} s are told of a step of {plan.prediction.step_s} s"
         return
     before, after = ([s.prediction for s in plan.stages] for plan in plans)
     longest_s = max(p.step_s for p in (*before, *after))
     for name in ("compute_s", "communication_s"):
-        told_s = sum(getattr(c, name) for c in found.changes)
+        told_s = sum(getattr(c, name) for c in difference.changes)
         due_s = sum(getattr(p, name) for p in after) - sum(getattr(p, name) for p in before)
-        if abs(told_s - due_s) > _NOTICED * longest_s * (found.num_equal + 1e-3):
+        if abs(told_s - due_s) > _NOTICED * longest_s * (difference.num_equal + 1e-3):
             yield f"modules differ by {told_s} s of {name}, and the plans by {due_s} s"
-    told = sum(change.kept_bytes for change in found.changes)
+    kept_bytes = sum(change.kept_bytes for change in difference.changes)
     due = sum(p.memory_bytes["activations"] for p in after)
     due -= sum(p.memory_bytes["activations"] for p in before)
-    if told != due:
-        yield f"modules differ by {told} bytes kept, and the plans by {due}"
+    if kept_bytes != due:
+        yield f"modules differ by {kept_bytes} bytes kept, and the plans by {due}"
 
 
 def _close(one: float, other: float, whole: float) -> bool:
@@ -145,56 +152,59 @@ def _close(one: float, other: float, whole: float) -> bool:
 
 
 def _raw(text: str) -> Iterator[str]:
-    """What no text should have in it."""
+    """Report values that should not appear in a text."""
     for line in text.splitlines():
-        found = None if line.startswith(_OF_THE_USER) else _RAW.search(line)
-        if found:
-            yield f"{found[0]!r} is in {line.strip()[:120]!r}"
+        match = None if line.startswith(_OF_THE_USER) else _RAW.search(line)
+        if match:
+            yield f"{match[0]!r} is in {line.strip()[:120]!r}"
 
 
-def _of_readable(found: Readable) -> Iterator[str]:
-    yield from _raw(str(found))
-    if "<pre" not in found._repr_html_():
+def _of_readable(readable: Readable) -> Iterator[str]:
+    yield from _raw(str(readable))
+    if "<pre" not in readable._repr_html_():
         yield "a notebook shows no text"
-    for table in _tables(found):
+    for table in _tables(readable):
         cells = [[str(cell) for cell in column.cells] for column in table.columns]
         if not table.row_count or not all(any(filter(str.strip, column)) for column in cells):
             yield f"{table.title!r} has an empty column, or no row"
 
 
-def _tables(found: Readable) -> Iterator[Table]:
-    yield from (each for each in found.renderables() if isinstance(each, Table))
+def _tables(readable: Readable) -> Iterator[Table]:
+    yield from (each for each in readable.renderables() if isinstance(each, Table))
 
 
 def _stage_tables(stage: StageExplanation) -> list[Table]:
     return [each for each in stage.tables() if isinstance(each, Table)]
 
 
-def _narrowed(found: Explanation) -> Iterable[ModulePart]:
-    """One part of every kind of what is told of it, since each takes as long as the whole."""
+def _narrowed(readable: Explanation) -> Iterable[ModulePart]:
+    """Return one part of each kind, since each part takes as long as the full plan."""
     kinds = {
         (bool(p.weights), bool(p.transfers), p.main_op, p.module in CROSSING): p
-        for p in found.parts
+        for p in readable.parts
     }
     return kinds.values()
 
 
 def _of_module(plan: Plan, part: ModulePart) -> Iterator[str]:
-    """What is told of a module by itself, but for lines of the user's, which may say anything."""
+    """Check the explanation of a single module, except for source lines of the user, which may
+    contain anything."""
     if not part.module:
         return
-    found = explain(plan, module=part.module)
-    if not all(each.matches(part.module) for each in found.parts):
+    explanation = explain(plan, module=part.module)
+    if not all(each.matches(part.module) for each in explanation.parts):
         yield f"of {part.module} another module is told"
     if part.entries and not any(
-        f"Decisions of {part.module}" in str(t.title) for t in _tables(found)
+        f"Decisions of {part.module}" in str(t.title) for t in _tables(explanation)
     ):
         yield f"of {part.module} no decision is told"
-    for renderable in found.renderables():
+    for renderable in explanation.renderables():
         yield from _raw(renderable.plain) if isinstance(renderable, Text) else ()
-    for table in _tables(found):
-        told = [c for c in table.columns if c.header != "line"]
-        yield from (wrong for column in told for cell in column.cells for wrong in _raw(str(cell)))
+    for table in _tables(explanation):
+        columns = [c for c in table.columns if c.header != "line"]
+        yield from (
+            wrong for column in columns for cell in column.cells for wrong in _raw(str(cell))
+        )
 
 
 def _unknown(part: ModulePart, names: set[str] | None) -> Iterator[str]:
@@ -208,16 +218,16 @@ def _unknown(part: ModulePart, names: set[str] | None) -> Iterator[str]:
 
 
 def _of_page(plan: Plan, folder: Path) -> Iterator[str]:
-    """A picture, a page, and what a notebook shows of the plan."""
+    """Check the figure, the page, and the notebook output of a plan."""
     if not report(plan, folder / "plan.svg").stat().st_size:
         yield "the picture is empty"
     page = report(plan, folder / "plan.html").read_text(encoding="utf-8")
     if page.count("data:image/png") < 3 and not plan.pipeline:
         yield "the page lacks a figure"
-    shown = html.unescape(
+    notebook_text = html.unescape(
         re.sub(r"<style>.*?</style>|<[^>]*>", "\n", plan._repr_html_(), flags=re.S)
     )
-    yield from _raw(shown)
+    yield from _raw(notebook_text)
     yield from _raw(html.unescape(re.sub(r'data:[^"]*|<[^>]*>', "", page)))
     for part in explain(plan).parts:
         if part.module not in html.unescape(page):

@@ -1,5 +1,5 @@
-"""What tests of training with transformers, accelerate and peft share: small models, data whose
-last batch is smaller, and settings."""
+"""Small models, data with a smaller last batch, and settings, shared by the tests of training with
+transformers, accelerate and peft."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def base(*, tied: bool = True) -> Any:
 
 
 def adapted(*, tied: bool = True, **options: Any) -> Any:
-    """The base with LoRA, whose B is no zero."""
-    asked = {
+    """Return the base model with LoRA, whose B is not zero."""
+    config = {
         "r": 2,
         "target_modules": ["c_attn"],
         "task_type": "CAUSAL_LM",
         "init_lora_weights": False,
         **options,
     }
-    return get_peft_model(base(tied=tied), LoraConfig(fan_in_fan_out=True, **asked))
+    return get_peft_model(base(tied=tied), LoraConfig(fan_in_fan_out=True, **config))
 
 
 class Tagger(nn.Module):
-    """Not of transformers: few ops, and it returns its loss."""
+    """A small model that is not from transformers and returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,22 +72,22 @@ BUILD = {"tagger": (Tagger, adapted_tagger), "gpt2": (base, adapted)}
 
 
 def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Of eight tokens each, of which some labels are ignored, in each sample other ones."""
+    """Return samples of eight tokens. Some labels, different in each sample, are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    examples = []
     for _ in range(count):
         ids = torch.randint(0, 32, (8,), generator=generator)
         ignored = int(torch.randint(0, 5, (), generator=generator))
-        found.append(
+        examples.append(
             {"input_ids": ids, "labels": torch.where(torch.arange(8) < ignored, -100, ids)}
         )
-    return found
+    return examples
 
 
-def settings(folder: Any, **asked: Any) -> TrainingArguments:
-    """Three batches of four samples and one of two, in steps of two batches, clipped; another
-    rate and decay at each."""
-    usual = {
+def settings(folder: Any, **changes: Any) -> TrainingArguments:
+    """Return arguments for three batches of four samples and one of two, in steps of two batches,
+    with clipping, weight decay and a changing learning rate."""
+    defaults = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -103,18 +103,18 @@ def settings(folder: Any, **asked: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(output_dir=str(folder), **{**usual, **asked})
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **changes})
 
 
 def data() -> dict[str, Any]:
     return {"train_dataset": samples(14, 1), "eval_dataset": samples(6, 2)}
 
 
-def told(trainer: Any) -> list[dict[str, float]]:
-    """What a trainer has logged, but for times."""
-    timed = ("runtime", "per_second", "preparation_time")
+def log_of(trainer: Any) -> list[dict[str, float]]:
+    """Return the log of a trainer without times."""
+    time_keys = ("runtime", "per_second", "preparation_time")
     return [
-        {name: x for name, x in each.items() if not any(word in name for word in timed)}
+        {name: x for name, x in each.items() if not any(word in name for word in time_keys)}
         for each in trainer.state.log_history
     ]
 

@@ -1,4 +1,4 @@
-"""The ways in which a small model can be planned: a plan of every kind that the planner makes."""
+"""Ways to plan a small model: one plan of each kind that the planner makes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ _GLOO = partial(HardwareProfile.load, "cpu-gloo")
 
 @dataclass(frozen=True)
 class Way:
-    """How a plan is made.
+    """The settings of a plan.
 
     Attributes:
-        mesh: axis → devices. options: of `autopar.plan`. hardware: makes one profile, or several.
-        seed: of a random legal plan, which the planner would not choose; None for its own.
+        mesh: number of devices by axis.
+        options: options of `autopar.plan`.
+        hardware: returns one profile or several.
+        seed: seed of a random legal plan, which the planner would not choose; None for the plan of
+            the planner.
     """
 
     mesh: Mapping[str, int]
@@ -51,10 +54,10 @@ class Way:
     seed: int | None = None
 
     def plan(self, model: nn.Module, batch: Mapping[str, Any]) -> Plan:
-        """The plan of a model and its batch."""
+        """Return the plan of a model and its batch."""
         mesh, hardware = Mesh(dict(self.mesh)), self.hardware()
         if self.seed is not None:
-            assert isinstance(hardware, HardwareProfile), "random plans are of equal devices"
+            assert isinstance(hardware, HardwareProfile), "random plans need equal devices"
             prepared = prepare(model, batch, mesh, hardware)
             return random_plan(prepared, self.seed, in_order=bool(self.seed % 2))[0]
         how = dict(self.options)
@@ -62,7 +65,7 @@ class Way:
 
 
 def forced(mesh: Mapping[str, int], *constraints: Any, **options: Any) -> Way:
-    """A way with constraints."""
+    """Return a way with constraints."""
     return Way(mesh, {"constraints": constraints, **options})
 
 

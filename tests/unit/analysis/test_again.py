@@ -1,4 +1,4 @@
-"""Which nodes backward can have a use for running again, of a loss of few ops and of a stage."""
+"""The forward nodes whose recomputation backward can use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding import classes_of
 
 
 class Head(nn.Module):
-    """Logits, of which the loss picks some, and weights that the loss is divided by."""
+    """A linear layer with a cross-entropy loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,47 +30,45 @@ class Head(nn.Module):
 
 
 @cache
-def traced() -> Trace:
+def head_trace() -> Trace:
     return capture(
         Head(), (), {"x": torch.ones(64, 8), "labels": torch.ones(64, dtype=torch.int64)}
     )
 
 
 @cache
-def priced() -> Priced:
+def head_prices() -> Priced:
     mesh, profile = Mesh.parse("a=2,b=2"), HardwareProfile.load("cpu-gloo")
-    return price(traced(), classes_of(traced(), mesh.shape), mesh, profile, budget_bytes=2**40)
+    return price(
+        head_trace(), classes_of(head_trace(), mesh.shape), mesh, profile, budget_bytes=2**40
+    )
 
 
-def test_what_backward_reads_is_run_again_with_all_that_makes_it_and_what_only_the_loss_is_made_of_is_not() -> (  # noqa: E501
-    None
-):
+def test_recomputable_nodes_include_all_inputs_of_backward_but_not_the_loss() -> None:
     keys = {
         node.meta["key"]
-        for node in traced().graph.nodes
-        if node.name in needed_by_backward(traced())
+        for node in head_trace().graph.nodes
+        if node.name in needed_by_backward(head_trace())
     }
     forward = {
-        node.meta["key"] for node in traced().graph.nodes if node.meta.get("phase") == "forward"
+        node.meta["key"] for node in head_trace().graph.nodes if node.meta.get("phase") == "forward"
     }
     assert {"up/dot/forward/0", "/tanh/forward/0", "/sum_exp/forward/0"} <= keys < forward
     assert {"/pick/forward/0", "/log/forward/0"} <= forward - keys
 
 
-def test_the_certificate_finds_the_same_by_itself() -> None:
-    facts = Facts.of(traced())
-    named = {
+def test_certificate_derives_the_same_nodes() -> None:
+    facts = Facts.of(head_trace())
+    keys = {
         node.meta["key"]
-        for node in traced().graph.nodes
-        if node.name in needed_by_backward(traced())
+        for node in head_trace().graph.nodes
+        if node.name in needed_by_backward(head_trace())
     }
-    assert {key for key in facts.asked if key in facts.nodes} == named
+    assert {key for key in facts.asked if key in facts.nodes} == keys
 
 
-def test_an_op_that_runs_again_does_not_read_what_only_those_of_its_nodes_read_that_do_not() -> (
-    None
-):
-    p = priced()
+def test_recomputed_op_does_not_read_operands_of_nodes_that_do_not_run_again() -> None:
+    p = head_prices()
     unread = {
         (p.problem.values[x.value].key, p.problem.ops[u.op].key)
         for x in p.problem.variants
@@ -84,7 +82,7 @@ def test_an_op_that_runs_again_does_not_read_what_only_those_of_its_nodes_read_t
     }
     (pick,) = picks
     assert p.problem.ops[pick].key == "/tanh/forward/0", (
-        "it is part of the op that makes the logits, which backward reads"
+        "the pick belongs to the op that computes the logits, which backward reads"
     )
-    made = {value for value, op in unread if op == "/tanh/forward/0"}
-    assert len(made) == 1 and "up/dot" not in made.pop()
+    values = {value for value, op in unread if op == "/tanh/forward/0"}
+    assert len(values) == 1 and "up/dot" not in values.pop()

@@ -1,4 +1,4 @@
-"""Which products a kernel can norm the sum of: seen in graphs that are written out."""
+"""The products whose sum with a residual a kernel can normalize."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROWS, INNER, WIDTH = 4, 3, 8
 
 
 class Model:
-    """A graph with values; all that it makes is of forward."""
+    """A builder of graphs with values. Nodes are in the forward phase by default."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.graph, self.dtype = fx.Graph(), dtype
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> fx.Node:
         first = next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first):  # as in a trace, before all that is computed
+        with self.graph.inserting_before(first):  # placeholders come first, as in a trace
             node = self.graph.placeholder("x")
         node.meta["val"] = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
         return node
@@ -59,27 +59,25 @@ class Model:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_sum_its_squares_and_the_norm_are_found_on_either_side_of_the_sum(
-    dtype: torch.dtype, first: bool
-) -> None:
+def test_sum_squares_and_norm_after_a_product_are_found(dtype: torch.dtype, first: bool) -> None:
     m = Model(dtype)
     product, residual = m.product(), m.tensor(ROWS, WIDTH)
     total = m.add(*((product, residual) if first else (residual, product)))
     norm = m.norm(total, m.tensor(WIDTH), rounded=torch.float32)
     other = m.norm(total, m.tensor(WIDTH))
-    assert normed_after(product) == Normed(total, norm.args[1], norm), "of several norms the first"
+    assert normed_after(product) == Normed(total, norm.args[1], norm), "the first of several norms"
     assert normed_after(total) is None and normed_after(other) is None
 
 
-def test_of_two_products_of_a_sum_the_last_one_has_the_norm() -> None:
+def test_norm_of_a_sum_of_two_products_belongs_to_the_last_product() -> None:
     m = Model()
     before, after = m.product(), m.product()
     norm = m.norm(m.add(after, before), m.tensor(WIDTH))
-    found = normed_after(after)
-    assert normed_after(before) is None and found is not None and found.norm is norm
+    pattern = normed_after(after)
+    assert normed_after(before) is None and pattern is not None and pattern.norm is norm
 
 
-def test_a_residual_that_comes_after_the_product_is_one() -> None:
+def test_residual_may_be_computed_after_the_product() -> None:
     m = Model()
     product, late = m.product(), m.call(torch.ops.aten.neg.default, m.tensor(ROWS, WIDTH))
     m.norm(m.add(product, late), m.tensor(WIDTH))
@@ -132,7 +130,7 @@ def weight_of_another_dtype(m: Model) -> fx.Node:
 
 
 def weight_that_is_made_later(m: Model) -> fx.Node:
-    """As Gemma's, one more than a parameter, between the sum and the norm."""
+    """The weight is a parameter plus one, as in Gemma, computed between the sum and the norm."""
     product = m.product()
     total = m.add(product, m.tensor(ROWS, WIDTH))
     m.norm(total, m.call(torch.ops.aten.add.Tensor, m.tensor(WIDTH), 1))
@@ -167,5 +165,5 @@ NONE = (
 
 
 @pytest.mark.parametrize("make", NONE)
-def test_no_kernel_norms_anything_else(make: Callable[[Model], fx.Node]) -> None:
+def test_other_patterns_are_not_matched(make: Callable[[Model], fx.Node]) -> None:
     assert normed_after(make(Model())) is None

@@ -1,4 +1,5 @@
-"""What pieces of a norm are said to read and write is what their code does, call by call."""
+"""The predicted memory traffic of the parts of a norm equals the traffic of their code, call by
+call."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ROWS, WIDTH, EPS = 48, 64, 1e-6
 
 
 class Passes(TorchDispatchMode):
-    """Bytes of the large tensors that each call reads and writes, by kind."""
+    """A mode that records the bytes of the large tensors that each call reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ def calls(dtype: torch.dtype, weighted: bool) -> dict[Callable[..., Any], tuple[
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.__name__)
-def test_every_pass_is_counted(
+def test_predicted_bytes_equal_the_bytes_of_each_pass(
     piece: Callable[..., Any], dtype: torch.dtype, weighted: bool
 ) -> None:
     args = calls(dtype, weighted)[piece]
-    with Passes() as seen:
+    with Passes() as passes:
         result = piece(*args)
     infos = [TensorInfo(tuple(x.shape), x.dtype) for x in args if isinstance(x, Tensor)]
-    said = works(piece, args, {}, infos, [TensorInfo(tuple(result.shape), result.dtype)])
-    assert [work.bytes for work, times in said for _ in range(times)] == seen.found
+    predicted_work = works(piece, args, {}, infos, [TensorInfo(tuple(result.shape), result.dtype)])
+    assert [work.bytes for work, times in predicted_work for _ in range(times)] == passes.found

@@ -1,5 +1,5 @@
-"""Which operand a gradient is written into: one that backward made, that is like it, and that
-nothing else has."""
+"""The operand that a gradient is written into: a tensor of the same form that backward computed and
+that nothing else reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, WIDTH = 6, 32
 
 
 class Layers(nn.Module):
-    """Two products, and between them what a case puts there."""
+    """Two linear layers with a function between them."""
 
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class Layers(nn.Module):
         return self.down(self.between(self.up(x))).square().sum()
 
 
-def traced(between: Callable[[Tensor], Tensor]) -> Trace:
+def trace_layers(between: Callable[[Tensor], Tensor]) -> Trace:
     return capture(Layers(between), (torch.randn(ROWS, 8),))
 
 
-def written(trace: Trace, target: Any) -> list[fx.Node | None]:
-    """Per call of a target in backward, what it writes into."""
+def overwritten_operands(trace: Trace, target: Any) -> list[fx.Node | None]:
+    """Return the operand that each call of `target` in backward overwrites."""
     calls = [
         n for n in trace.graph.nodes if n.target is target and n.meta.get("phase") == "backward"
     ]
@@ -70,20 +70,20 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], Any, bool]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gradient_is_written_into_the_one_it_is_made_of(name: str) -> None:
+def test_gradient_is_written_into_the_gradient_that_it_is_computed_from(name: str) -> None:
     between, target, expected = CASES[name]
-    found = written(traced(between), target)
-    assert found and any(node is not None for node in found) == expected
+    operands = overwritten_operands(trace_layers(between), target)
+    assert operands and any(node is not None for node in operands) == expected
     assert all(
         node.meta["phase"] == "backward" and has_own_memory(node)
-        for node in found
+        for node in operands
         if node is not None
     )
 
 
-def test_where_a_gradient_is_read_twice_only_the_last_sum_is_written_into() -> None:
-    trace = traced(lambda x: torch.sin(x) + torch.cos(x))
-    sums = written(trace, aten.add.Tensor)
+def test_gradient_with_two_readers_is_not_overwritten() -> None:
+    trace = trace_layers(lambda x: torch.sin(x) + torch.cos(x))
+    sums = overwritten_operands(trace, aten.add.Tensor)
     assert len(sums) == 1 and sums[0] is not None
     products = [
         n
@@ -95,34 +95,42 @@ def test_where_a_gradient_is_read_twice_only_the_last_sum_is_written_into() -> N
         for n in products
         if any(len(a.users) > 1 and a.meta["phase"] == "backward" for a in n.all_input_nodes)
     ]
-    assert len(shared) == 2, "both read the gradient of the sum"
-    assert all(len(node.users) == 1 for node in written(trace, aten.mul.Tensor) if node is not None)
+    assert len(shared) == 2, "both products read the gradient of the sum"
+    assert all(
+        len(node.users) == 1
+        for node in overwritten_operands(trace, aten.mul.Tensor)
+        if node is not None
+    )
 
 
-def test_of_two_it_is_the_one_that_was_made_first() -> None:
-    [into] = written(traced(lambda x: torch.sin(x) + torch.cos(x)), aten.add.Tensor)
+def test_sum_is_written_into_its_first_computed_operand() -> None:
+    [into] = overwritten_operands(
+        trace_layers(lambda x: torch.sin(x) + torch.cos(x)), aten.add.Tensor
+    )
     [add] = into.users  # type: ignore[union-attr]
     order = list(add.graph.nodes)
     assert order.index(into) == min(order.index(node) for node in add.all_input_nodes)
 
 
 @pytest.mark.parametrize(
-    ("lies", "expected"), [((5, 1), 0), ((1, 4), None)], ids=["as the result", "otherwise"]
+    ("first_strides", "expected"), [((5, 1), 0), ((1, 4), None)], ids=["as the result", "otherwise"]
 )
-def test_it_lies_as_the_result_would(lies: tuple[int, int], expected: int | None) -> None:
+def test_overwritten_operand_has_the_strides_of_the_result(
+    first_strides: tuple[int, int], expected: int | None
+) -> None:
     graph = fx.Graph()
-    made = [
+    products = [
         graph.call_function(
             aten.mm.default, (graph.placeholder(f"a{n}"), graph.placeholder(f"b{n}"))
         )
         for n in range(2)
     ]
-    for node, strides in zip(made, (lies, (5, 1)), strict=True):
+    for node, strides in zip(products, (first_strides, (5, 1)), strict=True):
         node.meta.update(phase="backward", val=torch.empty_strided((4, 5), strides, device="meta"))
-    graph.call_function(aten.neg.default, (made[1],)).meta.update(
+    graph.call_function(aten.neg.default, (products[1],)).meta.update(
         phase="backward"
-    )  # which it is not left for
-    total = graph.call_function(aten.add.Tensor, tuple(made))
+    )  # another reader of the second product
+    total = graph.call_function(aten.add.Tensor, tuple(products))
     total.meta.update(phase="backward", val=torch.empty((4, 5), device="meta"))
     assert operand_written(total) == expected
 
@@ -136,27 +144,29 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_models(name: str) -> None:
+def test_gradients_match_the_plain_model(name: str) -> None:
     model, x = Layers(CASES[name][0]), torch.randn(ROWS, 8)
     plain = copy.deepcopy(model)
-    made = autopar.compile(model, 1, example_inputs=(x,), hardware="cpu-gloo")
-    found, expected = step(made, x), step(plain, x)
+    module = autopar.compile(model, 1, example_inputs=(x,), hardware="cpu-gloo")
+    gradients, expected = step(module, x), step(plain, x)
     for key, each in expected.items():
-        torch.testing.assert_close(found[key], each)
+        torch.testing.assert_close(gradients[key], each)
 
 
-def test_it_is_there_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, made = plan_model(
+def test_in_place_gradient_lowers_the_peak_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, result = plan_model(
         Layers(F.gelu), 1, example_inputs=(torch.randn(ROWS, 8),), hardware="cpu-gloo"
     )
-    program = made.stage_program()
+    program = result.stage_program()
     assert [n for n in program.backward.graph.nodes if n.target is aten.gelu_backward.grad_input]
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
-    other = emit_stage(trace, made.plan)
+    other = emit_stage(trace, result.plan)
 
     def peak(of: StageProgram) -> int:
-        (found,) = (p.peak_bytes for p in node_peaks(of) if "gelu_backward" in str(p.node.target))
-        return found
+        (peak_bytes,) = (
+            p.peak_bytes for p in node_peaks(of) if "gelu_backward" in str(p.node.target)
+        )
+        return peak_bytes
 
     assert peak(other) - peak(program) == ROWS * WIDTH * 4
     assert trace_peak(program).peak_bytes <= trace_peak(other).peak_bytes

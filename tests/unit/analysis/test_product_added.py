@@ -1,5 +1,5 @@
-"""Which product a sum of backward can take in where it is made: one that nothing else reads, of
-two the last."""
+"""The product that a sum in backward can be accumulated in: the last one that nothing else
+reads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ class Sums(nn.Module):
 
 
 def sums(body: Body) -> list[fx.Node]:
-    """The additions of forward, in a graph that is all called backward."""
+    """Return the additions of the forward pass, after setting the phase of all nodes to
+    backward."""
     graph = capture(Sums(body), (torch.randn(4, 8),)).graph
-    found = [
+    additions = [
         n
         for n in graph.nodes
         if n.target is torch.ops.aten.add.Tensor and n.meta["phase"] == "forward"
     ]
-    assert [product_added(n) for n in found] == [None] * len(found), "forward's may run again"
+    assert [product_added(n) for n in additions] == [None] * len(additions), (
+        "forward nodes may run again"
+    )
     for node in graph.nodes:
         node.meta["phase"] = "backward" if node.op == "call_function" else ""
-    return found
+    return additions
 
 
 def read_twice(x: Tensor, layers: nn.ModuleList) -> Tensor:
@@ -59,18 +62,18 @@ CASES: dict[str, tuple[Body, list[str | None]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_last_product_that_only_the_sum_reads(case: str) -> None:
+def test_sum_is_accumulated_in_the_last_product_without_other_readers(case: str) -> None:
     body, expected = CASES[case]
-    found = []
+    modules = []
     for node in sums(body):
         place = product_added(node)
-        taken = None if place is None else node.args[place]
-        assert taken is None or taken.target is ops.dot
-        found.append(None if taken is None else taken.meta["module"])
-    assert found == expected
+        product = None if place is None else node.args[place]
+        assert product is None or product.target is ops.dot
+        modules.append(None if product is None else product.meta["module"])
+    assert modules == expected
 
 
-def test_in_backward_it_is_the_gradient_of_what_two_products_read() -> None:
+def test_gradient_of_a_tensor_read_by_two_products_is_accumulated_in_the_last_one() -> None:
     graph = capture(
         Sums(lambda x, f: (lambda y: f[1](y) * f[2](y))(f[0](x))), (torch.randn(4, 8),)
     ).graph

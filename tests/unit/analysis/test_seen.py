@@ -1,4 +1,4 @@
-"""Pairs that a mask hides are not counted, where the mask is known; of any other all are."""
+"""Pairs hidden by a known mask are not counted. All pairs of other masks are counted."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def mask_of(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "queries", "keys", "share"),
     [
-        ("causal", 128, 128, 1.0),  # one block, of which some pair is seen
+        ("causal", 128, 128, 1.0),  # one block with a visible pair
         ("causal", 512, 512, 10 / 16),
-        ("causal", 256, 512, 7 / 8),  # a part of the queries: the second sees most
+        ("causal", 256, 512, 7 / 8),  # the last 256 queries of 512 keys
         (
             "causal",
             300,
             300,
             (128 * 128 + 128 * 256 + 44 * 300) / 300**2,
-        ),  # the last row and column of blocks are cut off
-        ("sliding window", 512, 512, 10 / 16),  # the diagonal, and a block on each side
+        ),  # the last row and column of blocks are partial
+        ("sliding window", 512, 512, 10 / 16),  # the diagonal and one block on each side
         ("nothing", 512, 512, 1.0),
     ],
 )
-def test_a_known_mask_counts_the_blocks_of_which_a_pair_is_seen(
+def test_known_mask_counts_blocks_with_a_visible_pair(
     kind: str, queries: int, keys: int, share: float
 ) -> None:
     assert is_known(mask_of(kind))
@@ -39,15 +39,15 @@ def test_a_known_mask_counts_the_blocks_of_which_a_pair_is_seen(
 
 
 @pytest.mark.parametrize("kind", ["documents", "samples that differ"])
-def test_a_mask_that_reads_tensors_or_samples_is_not_known_and_all_pairs_count(kind: str) -> None:
+def test_mask_that_reads_tensors_or_samples_counts_all_pairs(kind: str) -> None:
     assert not is_known(mask_of(kind)) and share_seen(mask_of(kind), 512, 512) == 1.0
 
 
-def test_of_many_pairs_evenly_spaced_rows_are_looked_at() -> None:
+def test_share_of_a_large_mask_is_estimated_from_sampled_rows() -> None:
     assert share_seen(mask_of("causal"), 1 << 14, 1 << 14) == pytest.approx(0.5, abs=0.02)
 
 
-def test_backward_counts_forward_again_and_five_products_for_two() -> None:
+def test_attention_backward_counts_seven_halves_of_the_flops_of_forward() -> None:
     q, lse = TensorInfo((2, 4, 512, 8), torch.float32), TensorInfo((2, 4, 512), torch.float32)
     k = TensorInfo((2, 2, 512, 8), torch.float32)
     texts = ('{"does":[],"gives":{"c":"score"}}', mask_of("causal"))

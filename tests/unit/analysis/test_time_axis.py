@@ -1,5 +1,5 @@
-"""Where operands are raised, what is given, and what only a promise covers, in labelled joint
-graphs."""
+"""Microbatching of joint graphs: operands that are raised, values that are given, and ops that need
+a promise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Two layers, a head, and a loss of its scores."""
+    """Two linear layers and a loss."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Net(nn.Module):
 
 
 def batch() -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     labels = torch.tensor([0, 1, 1, 0, 2, 3, 4, 2])
-    return {"x": torch.randn(SAMPLES, 4, generator=made), "y": labels}
+    return {"x": torch.randn(SAMPLES, 4, generator=generator), "y": labels}
 
 
-def traced(loss: Loss, **options: Any) -> tuple[nn.Module, Trace, Trace, Microbatching]:
+def find_for_loss(loss: Loss, **options: Any) -> tuple[nn.Module, Trace, Trace, Microbatching]:
     torch.manual_seed(0)
     model = Net(loss)
     whole = capture(model, (), batch())
@@ -50,8 +50,8 @@ def traced(loss: Loss, **options: Any) -> tuple[nn.Module, Trace, Trace, Microba
 
 
 def error_of(loss: Loss, **options: Any) -> float:
-    """The largest error of the loss and of gradients, in float64."""
-    model, whole, part, how = traced(loss, **options)
+    """Return the largest error of the loss and the gradients, in float64."""
+    model, whole, part, how = find_for_loss(loss, **options)
     taking, how = ready(part, how)
     tensors = {name: x.detach().double() for name, x in model.named_parameters()}
     inputs = {"x": batch()["x"].double(), "y": batch()["y"]}
@@ -63,28 +63,32 @@ def error_of(loss: Loss, **options: Any) -> float:
     tangent = torch.tensor(batches.weight, dtype=torch.float64)
     losses, sums = [], dict[str, Tensor]()
     for each in batches.parts(paths, tensors):
-        read = [each[i.path] for i in taking.inputs]
-        (made,), grads, _ = execute(taking, tensors, tensors, read, tangent, dtype=torch.float64)
-        losses.append(made)
+        values = [each[i.path] for i in taking.inputs]
+        (loss_value,), grads, _ = execute(
+            taking, tensors, tensors, values, tangent, dtype=torch.float64
+        )
+        losses.append(loss_value)
         sums = {name: sums.get(name, 0) + g for name, g in grads.items()}
     errors = [float((sums[name] - g).abs().max()) for name, g in gradients.items()]
     return max(*errors, float((batches.join(whole.outputs[0].path, losses) - expected[0]).abs()))
 
 
 def raised_sizes(part: Trace, how: Microbatching) -> list[int]:
-    """How many elements are multiplied, per operand that is raised."""
+    """Return the number of multiplied elements of each raised operand."""
     reads = [operands_of(part.node(name))[index] for name, index in how.raised]
     return [node.meta["val"].numel() for node in reads]
 
 
-def counted(z: Tensor, y: Tensor) -> Tensor:
+def loss_of_valid_labels(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, ignore_index=1)
 
 
 RAISED: dict[str, Loss] = {
-    "a count and an average": lambda z, y: counted(z, y) + z.square().mean(),
+    "a count and an average": lambda z, y: loss_of_valid_labels(z, y) + z.square().mean(),
     "two counts and an average": lambda z, y: (
-        counted(z, y) + 0.5 * counted(z.sin(), (y + 1) % CLASSES) + z.cos().mean()
+        loss_of_valid_labels(z, y)
+        + 0.5 * loss_of_valid_labels(z.sin(), (y + 1) % CLASSES)
+        + z.cos().mean()
     ),
     "a sum and a number": lambda z, y: z.square().sum() + 1.0,
     "smoothed labels and an average": lambda z, y: (
@@ -94,68 +98,68 @@ RAISED: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_what_is_raised_are_numbers_and_not_scores(name: str) -> None:
-    _, _, part, how = traced(RAISED[name])
+def test_only_scalars_are_raised(name: str) -> None:
+    _, _, part, how = find_for_loss(RAISED[name])
     sizes = raised_sizes(part, how)
     assert sizes and set(sizes) == {1}
     assert error_of(RAISED[name]) < 1e-12
 
 
-def shared(z: Tensor, y: Tensor) -> Tensor:
-    """Both terms are joined class by class, and read one gradient."""
+def joined_terms(z: Tensor, y: Tensor) -> Tensor:
+    """Add two terms per class, so that both read the same gradient."""
     counts = F.one_hot(y, CLASSES).sum(0) + 1
     return (z.square().sum(0) / counts + z.sin().mean(0)).sum()
 
 
-def test_operands_are_raised_where_they_are_read_if_what_they_follow_from_is_read_elsewhere() -> (
-    None
-):
-    assert max(raised_sizes(*traced(shared)[2:])) > 1
-    assert error_of(shared) < 1e-12
+def test_operand_is_raised_at_its_reader_if_its_source_has_other_readers() -> None:
+    assert max(raised_sizes(*find_for_loss(joined_terms)[2:])) > 1
+    assert error_of(joined_terms) < 1e-12
 
 
-def test_nothing_is_raised_or_given_where_all_terms_weigh_alike() -> None:
-    how = traced(lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).float()) + z.abs().mean())[3]
+def test_nothing_is_raised_or_given_if_all_terms_have_equal_weights() -> None:
+    how = find_for_loss(lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).float()) + z.abs().mean())[
+        3
+    ]
     assert not how.raised and not how.given
 
 
-def test_what_is_given_is_known_before_and_of_the_batch() -> None:
-    how = traced(counted)[3]
+def test_given_values_are_sums_over_the_batch() -> None:
+    how = find_for_loss(loss_of_valid_labels)[3]
     assert {g.kind for g in how.given} == {"sum"} and not how.raised
-    _, whole, _, _ = traced(counted)
+    _, whole, _, _ = find_for_loss(loss_of_valid_labels)
     keys = {node.meta.get("key") for node in whole.graph.nodes}
     assert all(g.path.removesuffix(" of the batch") in keys for g in how.given)
 
 
-def test_a_mean_of_an_input_is_given_as_a_mean() -> None:
+def test_mean_of_an_input_is_given_as_a_mean() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return (z.sum(1) * (y - y.double().mean())).sum()
 
-    how = traced(loss)[3]
+    how = find_for_loss(loss)[3]
     assert [g.kind for g in how.given] == ["mean"]
     assert error_of(loss) < 1e-12
 
 
-def sorted_beside(z: Tensor, y: Tensor) -> Tensor:
-    """A sort that couples samples and adds nothing, beside a sum, a count and an average."""
-    return (z.sort(0).values * 0 + z.sin()).sum() + counted(z, y) + z.square().mean()
+def loss_with_sort(z: Tensor, y: Tensor) -> Tensor:
+    """A loss with a sort that couples samples and adds zero, a sum, a count and an average."""
+    return (z.sort(0).values * 0 + z.sin()).sum() + loss_of_valid_labels(z, y) + z.square().mean()
 
 
-def test_terms_weigh_alike_under_a_promise_too() -> None:
-    how = traced(sorted_beside, independent=True)[3]
+def test_terms_are_weighted_correctly_with_independent_samples_promised() -> None:
+    how = find_for_loss(loss_with_sort, independent=True)[3]
     assert any("sort" in key for key in how.promised) and how.raised and how.given
-    assert error_of(sorted_beside, independent=True) < 1e-12
+    assert error_of(loss_with_sort, independent=True) < 1e-12
     with pytest.raises(CoupledError, match="at /sort/forward/0"):
-        traced(sorted_beside)
+        find_for_loss(loss_with_sort)
 
 
-def test_a_promise_that_is_not_needed_is_not_recorded() -> None:
-    how = traced(RAISED["a count and an average"], independent=True)[3]
+def test_unneeded_promise_is_not_recorded() -> None:
+    how = find_for_loss(RAISED["a count and an average"], independent=True)[3]
     assert not how.promised
 
 
 class Counter(nn.Module):
-    """A buffer that counts the samples seen."""
+    """A model with a buffer that counts samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +171,7 @@ class Counter(nn.Module):
         return self.up(x).sum()
 
 
-def test_buffers_that_would_be_updated_several_times_a_step_are_refused() -> None:
+def test_buffer_that_is_updated_in_each_microbatch_is_refused() -> None:
     model, data = Counter(), {"x": torch.randn(SAMPLES, 4)}
     whole = capture(model, (), data)
     part = capture(model, *microbatch_of((), data, NUM))

@@ -1,5 +1,5 @@
-"""Law: what a call makes of microbatches' operands is what its label says, for all labels of
-operands."""
+"""Law: the results of a call on microbatches match the labels that are derived for them, for all
+labels of the operands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ POWERS = (-1, 0, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A call: `x` in its arguments stands for an operand, `per` for the number of samples."""
+    """A call of an op on operands of given shapes. `further` returns arguments that depend on the
+    number of samples."""
 
     target: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
@@ -85,14 +86,14 @@ CASES: dict[str, Case] = {
 
 
 def labels_of(shape: tuple[int, ...]) -> list[Label]:
-    """Every label that a tensor of that shape can have."""
+    """Return all labels that a tensor of a shape can have."""
     dims = [dim for dim, size in enumerate(shape) if size == SAMPLES]
     kinds = [("whole", -1), ("term", -1)] if not dims else [("split", dim) for dim in dims]
     return [Label(kind, dim, power) for kind, dim in kinds for power in POWERS]  # type: ignore[arg-type]
 
 
 def parts_of(whole: Tensor, label: Label, seed: int) -> list[Tensor]:
-    """What microbatches have of a tensor of the batch, with that label."""
+    """Return the values of microbatches for a tensor of the full batch with a label."""
     if label.kind == "split":
         parts = list(whole.chunk(NUM, label.dim))
     elif label.kind == "whole":
@@ -104,8 +105,8 @@ def parts_of(whole: Tensor, label: Label, seed: int) -> list[Tensor]:
     return [part * float(NUM) ** label.power for part in parts]
 
 
-def is_so(parts: Sequence[Tensor], whole: Tensor, label: Label) -> bool:
-    """Whether microbatches' results are of the batch's what a label says."""
+def has_label(parts: Sequence[Tensor], whole: Tensor, label: Label) -> bool:
+    """Return whether the results of microbatches relate to the full result as a label states."""
     parts = [part * float(NUM) ** -label.power for part in parts]
     if label.kind == "split":
         joined = torch.cat(list(parts), label.dim)
@@ -122,8 +123,9 @@ def run(case: Case, operands: Sequence[Tensor], samples: int) -> tuple[Any, list
     return call_on(case.target, args, case.kwargs, result)[0], [result]
 
 
-def tried(case: Case, labels: Sequence[Label]) -> tuple[Way | None, bool]:
-    """The way that is found, and whether microbatches' results are what it says."""
+def find_and_check(case: Case, labels: Sequence[Label]) -> tuple[Way | None, bool]:
+    """Return the derived way of a call, and whether the results of microbatches match its
+    labels."""
     torch.manual_seed(0)
     wholes = [torch.rand(shape, dtype=torch.float64) + 0.5 for shape in case.shapes]
     whole, expected = run(case, wholes, SAMPLES)
@@ -134,7 +136,7 @@ def tried(case: Case, labels: Sequence[Label]) -> tuple[Way | None, bool]:
         return None, True
     raises = way.raises or (0,) * len(labels)
     assert all(power >= 0 for power in raises)
-    made = [
+    outputs = [
         run(
             case,
             [p[m] * float(NUM) ** power for p, power in zip(parts, raises, strict=True)],
@@ -142,30 +144,30 @@ def tried(case: Case, labels: Sequence[Label]) -> tuple[Way | None, bool]:
         )[1]
         for m in range(NUM)
     ]
-    results = [list(results) for results in zip(*made, strict=True)]
+    results = [list(results) for results in zip(*outputs, strict=True)]
     pairs = zip(results, expected, way.results, strict=True)
-    return way, all(is_so(x, y, label) for x, y, label in pairs)
+    return way, all(has_label(x, y, label) for x, y, label in pairs)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_what_their_label_says_once_operands_are_raised(name: str) -> None:
+def test_results_of_raised_operands_match_their_labels(name: str) -> None:
     case = CASES[name]
     for labels in itertools.product(*map(labels_of, case.shapes)):
-        way, right = tried(case, labels)
+        way, right = find_and_check(case, labels)
         assert right, f"{name} of {labels}: {way}"
 
 
 @pytest.mark.parametrize("name", ["mul", "mean over samples", "div", "product"])
-def test_the_law_finds_a_wrong_power(name: str) -> None:
+def test_check_detects_a_wrong_power(name: str) -> None:
     case = CASES[name]
     labels = [next(x for x in labels_of(shape) if not x.power) for shape in case.shapes]
-    way, right = tried(case, labels)
+    way, right = find_and_check(case, labels)
     assert way is not None and right
     wholes = [torch.ones(shape, dtype=torch.float64) for shape in case.shapes]
     _, (expected,) = run(case, wholes, SAMPLES)
     parts = [parts_of(x, label, 0) for x, label in zip(wholes, labels, strict=True)]
-    made = [run(case, [p[m] for p in parts], SAMPLES // NUM)[1][0] for m in range(NUM)]
-    assert not is_so(made, expected, way.results[0].raise_by(1))
+    outputs = [run(case, [p[m] for p in parts], SAMPLES // NUM)[1][0] for m in range(NUM)]
+    assert not has_label(outputs, expected, way.results[0].raise_by(1))
 
 
 SPLIT = Label("split", 0)
@@ -195,8 +197,8 @@ FOUND: tuple[tuple[str, tuple[Label, ...], Label], ...] = (
 @pytest.mark.parametrize(
     ("name", "labels", "result"), FOUND, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_labels_that_need_no_repair(name: str, labels: tuple[Label, ...], result: Label) -> None:
-    way, _ = tried(CASES[name], labels)
+def test_operands_that_need_no_raising(name: str, labels: tuple[Label, ...], result: Label) -> None:
+    way, _ = find_and_check(CASES[name], labels)
     assert way is not None and way.is_free and way.results == (result,)
 
 
@@ -212,10 +214,10 @@ RAISED: tuple[tuple[str, tuple[Label, ...], tuple[int, ...]], ...] = (
 @pytest.mark.parametrize(
     ("name", "labels", "raises"), RAISED, ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_operands_are_raised_to_the_power_of_those_beside_them(
+def test_operands_are_raised_to_the_power_of_the_other_operands(
     name: str, labels: tuple[Label, ...], raises: tuple[int, ...]
 ) -> None:
-    way, _ = tried(CASES[name], labels)
+    way, _ = find_and_check(CASES[name], labels)
     assert way is not None and way.raises == raises
 
 
@@ -235,8 +237,8 @@ COUPLED: tuple[tuple[str, tuple[Label, ...]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "labels"), COUPLED)
-def test_calls_that_couple_samples_have_no_way(name: str, labels: tuple[Label, ...]) -> None:
-    way, _ = tried(CASES[name], labels)
+def test_calls_that_couple_samples_are_not_supported(name: str, labels: tuple[Label, ...]) -> None:
+    way, _ = find_and_check(CASES[name], labels)
     assert way is None
 
 
@@ -249,17 +251,17 @@ ZEROS: dict[str, tuple[Any, tuple[Any, ...], Label]] = {
 
 
 @pytest.mark.parametrize("name", ZEROS)
-def test_zeros_are_zeros_though_every_microbatch_makes_the_same(name: str) -> None:
+def test_constant_zeros_have_the_label_zero(name: str) -> None:
     target, args, label = ZEROS[name]
     call = call_on(target, args, {}, target(*args))[0]
     way = find_way(call, call, (), NUM)
     assert way is not None and way.results == (label,)
 
 
-def test_zeros_stay_zeros_where_they_are_chosen_beside_terms_and_moved() -> None:
-    zero, row, chosen = torch.zeros(()), torch.ones(WIDTH), torch.tensor([True, False] * 2)
+def test_zeros_keep_their_label_in_selections_and_views() -> None:
+    zero, row, mask = torch.zeros(()), torch.ones(WIDTH), torch.tensor([True, False] * 2)
     where = aten.where.self
-    call = call_on(where, (chosen, zero, row), {}, where(chosen, zero, row))[0]
+    call = call_on(where, (mask, zero, row), {}, where(mask, zero, row))[0]
     way = find_way(call, call, (WHOLE, Label("zero"), TERM.raise_by(-1)), NUM)
     assert way is not None and way.is_free and way.results == (TERM.raise_by(-1),)
     whole, part = (
@@ -270,7 +272,7 @@ def test_zeros_stay_zeros_where_they_are_chosen_beside_terms_and_moved() -> None
     assert way is not None and way.results == (Label("zero", 0),)
 
 
-def test_quotients_of_integers_have_no_terms_since_each_would_be_rounded_in_float32() -> None:
+def test_quotients_of_integers_are_not_split_into_terms() -> None:
     right, num = torch.tensor(5), torch.tensor(8)
     call = call_on(aten.div.Tensor, (right, num), {}, right / num)[0]
     assert find_way(call, call, (TERM, WHOLE), NUM) is None

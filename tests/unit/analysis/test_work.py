@@ -42,18 +42,18 @@ COUNTED: list[tuple[Any, tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("target", "args"), COUNTED, ids=[str(target) for target, _ in COUNTED])
-def test_flops_are_those_of_torch_s_own_counter(target: Any, args: tuple[Any, ...]) -> None:
+def test_flops_match_the_counter_of_torch(target: Any, args: tuple[Any, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
         result = target(*args)
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    found = work(target, args, {}, tensors, [result])
-    assert found.flops == counter.get_total_flops()
-    assert found.bytes == 4 * sum(t.numel() for t in (*tensors, result))
-    assert found.kind == "matmul"
+    result_work = work(target, args, {}, tensors, [result])
+    assert result_work.flops == counter.get_total_flops()
+    assert result_work.bytes == 4 * sum(t.numel() for t in (*tensors, result))
+    assert result_work.kind == "matmul"
 
 
 @pytest.mark.parametrize("mask", [(True, True, False), (True, False, False), (False, True, False)])
-def test_a_convolution_s_backward_counts_the_gradients_that_are_made(
+def test_convolution_backward_counts_only_requested_gradients(
     mask: tuple[bool, bool, bool],
 ) -> None:
     x, weight = torch.ones(2, 4, 8, 8), torch.ones(6, 4, 3, 3)
@@ -68,24 +68,26 @@ def test_a_convolution_s_backward_counts_the_gradients_that_are_made(
     ).flops == once * sum(mask)
 
 
-def test_a_dot_counts_every_letter_once() -> None:
-    found = work(
+def test_flops_of_a_dot_are_the_product_of_all_letters() -> None:
+    result_work = work(
         ops.dot, ("bsd,ehd->bseh",), {}, infos((2, 3, 5), (7, 11, 5)), infos((2, 3, 7, 11))
     )
-    assert found.flops == 2 * 2 * 3 * 5 * 7 * 11
+    assert result_work.flops == 2 * 2 * 3 * 5 * 7 * 11
 
 
-def test_the_bias_of_a_dot_is_read_in_the_same_pass_and_begins_its_sums() -> None:
-    factors, made = (
+def test_bias_of_a_dot_adds_only_the_bytes_of_reading_it() -> None:
+    factors, outputs = (
         infos((2, 3, 5), (7, 5), dtype=torch.bfloat16),
         infos((2, 3, 7), dtype=torch.bfloat16),
     )
-    apart = work(ops.dot, ("bsd,nd->bsn",), {}, factors, made)
-    found = work(ops.dot, ("bsd,nd->bsn",), {}, [*factors, Info((7,), torch.bfloat16)], made)
-    assert found == Work(apart.flops, apart.bytes + 2 * 7, "matmul")
+    without_bias = work(ops.dot, ("bsd,nd->bsn",), {}, factors, outputs)
+    result_work = work(
+        ops.dot, ("bsd,nd->bsn",), {}, [*factors, Info((7,), torch.bfloat16)], outputs
+    )
+    assert result_work == Work(without_bias.flops, without_bias.bytes + 2 * 7, "matmul")
 
 
-def test_attention_counts_both_products_and_causal_half_of_the_square() -> None:
+def test_attention_counts_both_products_and_half_of_a_causal_square() -> None:
     q, k, v, out, lse = infos(
         (2, 8, 16, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 16, 6), (2, 8, 16)
     )
@@ -100,16 +102,16 @@ def test_attention_counts_both_products_and_causal_half_of_the_square() -> None:
     )
     assert (
         causal.flops == full.flops * 3 // 4
-    )  # the last 16 of 32 queries see all keys but half of their own square
+    )  # the last 16 of 32 queries: all keys except half of their own square
     square = infos((2, 8, 32, 4), (2, 2, 32, 4), (2, 2, 32, 6), (2, 8, 32, 6), (2, 8, 32))
     halves = [
-        work(ops.attention, (0, 1, 2, None, seen, 0.5), {}, square[:3], square[3:]).flops
-        for seen in (False, True)
+        work(ops.attention, (0, 1, 2, None, is_causal, 0.5), {}, square[:3], square[3:]).flops
+        for is_causal in (False, True)
     ]
     assert halves[1] == halves[0] // 2
 
 
-def test_attention_s_backward_counts_five_products_for_two() -> None:
+def test_attention_backward_counts_five_halves_of_the_flops_of_forward() -> None:
     q, k, v, out, lse = infos(
         (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16)
     )
@@ -119,7 +121,7 @@ def test_attention_s_backward_counts_five_products_for_two() -> None:
     assert (backward.flops, backward.kind) == (5 * forward.flops // 2, "attention_backward")
 
 
-def test_statistics_in_float32_do_not_make_attention_compute_in_it() -> None:
+def test_float32_statistics_do_not_change_the_compute_dtype_of_attention() -> None:
     q, k, v = infos((2, 8, 16, 4), (2, 8, 16, 4), (2, 8, 16, 4), dtype=torch.bfloat16)
     lse = Info((2, 8, 16))
     assert computes_in([q, k, v, q, lse]) == torch.bfloat16
@@ -138,11 +140,11 @@ def test_statistics_in_float32_do_not_make_attention_compute_in_it() -> None:
         aten.reshape.default,
     ],
 )
-def test_views_are_no_work(target: Any) -> None:
+def test_views_have_no_work(target: Any) -> None:
     assert work(target, (), {}, infos((4, 4)), infos((4, 4))) == NO_WORK
 
 
-def test_taking_one_of_several_results_is_no_work() -> None:
+def test_getitem_has_no_work() -> None:
     assert work(operator.getitem, (), {}, infos((4, 4)), infos((4, 4))) == NO_WORK
 
 
@@ -159,13 +161,13 @@ def test_taking_one_of_several_results_is_no_work() -> None:
         (ops.embedding_backward, "indexing"),
     ],
 )
-def test_other_ops_move_their_operands_and_results_once(target: Any, kind: str) -> None:
+def test_other_ops_read_operands_and_write_results_once(target: Any, kind: str) -> None:
     assert work(target, (), {}, infos((8,), (8,), dtype=torch.bfloat16), infos((8,))) == Work(
         0, 2 * 16 + 32, kind
     )
 
 
-def test_an_embedding_reads_only_the_rows_asked_for() -> None:
+def test_embedding_reads_only_the_selected_rows() -> None:
     table, ids, rows = Info((50000, 64)), Info((10,), torch.int64), Info((10, 64))
     assert work(ops.embedding, (), {}, [table, ids], [rows]) == Work(
         0, 2 * 10 * 64 * 4 + 10 * 8, "indexing"

@@ -1,4 +1,4 @@
-"""The relaxation of one layer, alone."""
+"""The benchmark of the relaxation of one layer."""
 
 from __future__ import annotations
 
@@ -34,32 +34,39 @@ PLANNING_ROW = {
     [(blocks.llama3_8b, 218_112_000), (blocks.mixtral_8x7b, 1_451_270_144)],
     ids=["llama", "mixtral"],
 )
-def test_a_layer_has_its_true_size(make: blocks.Made, parameters: int) -> None:
+def test_layer_has_the_size_of_the_published_model(make: blocks.Made, parameters: int) -> None:
     layer, batch = make()
     assert sum(p.numel() for p in layer.parameters()) == parameters + layer.before.numel()
     assert batch["hidden"].shape == (64, 4096, 4096) and batch["hidden"].is_meta and layer.training
 
 
-def test_the_relaxation_is_the_bound_of_the_search() -> None:
+def test_relaxation_is_a_lower_bound_of_the_optimum() -> None:
     layer, batch = blocks.block_of("llama3-8b", batch=4, seq=64)
     problem = prepare(
         layer, batch, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless")
     ).priced.problem
-    found = relaxed(Formulation(problem))
-    chosen = solve(problem, gap=0.0)
-    assert 0.0 < found["bound_s"] <= chosen.objective_s * (1 + 1e-9)
-    assert found["bound_s"] == pytest.approx(chosen.objective_s) or found["share_mixed"] > 0
-    assert found["relax_s"] > 0 and found["relax_wall_s"] > 0 and found["num_iterations"] > 0
+    relaxation = relaxed(Formulation(problem))
+    solution = solve(problem, gap=0.0)
+    assert 0.0 < relaxation["bound_s"] <= solution.objective_s * (1 + 1e-9)
+    assert (
+        relaxation["bound_s"] == pytest.approx(solution.objective_s)
+        or relaxation["share_mixed"] > 0
+    )
+    assert (
+        relaxation["relax_s"] > 0
+        and relaxation["relax_wall_s"] > 0
+        and relaxation["num_iterations"] > 0
+    )
 
 
 @pytest.mark.slow
-def test_a_row_has_what_planning_rows_have() -> None:
+def test_row_has_the_columns_of_planning_rows() -> None:
     spec = ModelSpec.known("tiny-llama").to_json()
-    made = row(spec, "gpu=2", "float32", 8, 16, "h100-sxm")
-    assert made["ok"] and set(made) > PLANNING_ROW and made["num_ops"] < made["num_nodes"]
+    result = row(spec, "gpu=2", "float32", 8, 16, "h100-sxm")
+    assert result["ok"] and set(result) > PLANNING_ROW and result["num_ops"] < result["num_nodes"]
 
 
-def test_the_table_is_that_of_the_results() -> None:
+def test_readme_table_matches_the_results() -> None:
     rows = json.loads(BLOCKS_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert [(r["model"], r["mesh"]) for r in rows] == [
         (m, mesh) for m in ("llama3-8b layer", "mixtral-8x7b layer") for mesh in MESHES

@@ -1,4 +1,4 @@
-"""What is fitted to published runs: on which of them, how, and what becomes of it."""
+"""The calibration of matmul efficiencies with published runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ A100 = CHIPS[0]
 
 
 def runs(efficiency: float, **more: Any) -> list[dict[str, Any]]:
-    """Predicted at 0.8, and measured as where matmuls reach `efficiency`; the models of both
-    halves."""
+    """Return rows predicted with a matmul efficiency of 0.8 and measured with `efficiency`. They
+    include fitted and held-out models."""
     rows = []
     for num in range(24):
         name = {"source": "theirs", "gpu": "A100 80GB", "model": f"net-{num}", "row_id": f"x{num}"}
@@ -52,7 +52,7 @@ def runs(efficiency: float, **more: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_halves_share_no_model_of_a_source_on_a_gpu() -> None:
+def test_fitted_and_held_out_runs_share_no_model_of_a_source_on_a_gpu() -> None:
     keys: dict[bool, set[tuple[str, str, str]]] = {True: set(), False: set()}
     for run in RUNS:
         if why_skipped(run) is None:
@@ -63,14 +63,14 @@ def test_halves_share_no_model_of_a_source_on_a_gpu() -> None:
     assert min(len(half) for half in keys.values()) > 10
 
 
-def test_the_efficiency_of_which_steps_were_made_is_found_beside_a_run_that_is_far_off() -> None:
+def test_fit_recovers_the_efficiency_despite_an_outlier() -> None:
     rows = runs(0.63)
     rows[3]["measured_s"] *= 2
     assert best_efficiency(rows) == pytest.approx(0.63, abs=0.011)
     assert best_efficiency(rows) == best_efficiency(rows[::-1])
 
 
-def test_runs_that_wait_for_networks_are_not_fitted_and_stay_held_out() -> None:
+def test_network_bound_runs_are_not_fitted() -> None:
     waiting = [
         {
             **row,
@@ -80,15 +80,17 @@ def test_runs_that_wait_for_networks_are_not_fitted_and_stay_held_out() -> None:
         }
         for row in runs(0.4)
     ]
-    found = fit(A100, [*runs(0.7), *waiting])
-    assert found.efficiency == 0.7 and found.spread == (0.7, 0.7)
-    assert all(is_fitted(row) and not row["row_id"].startswith("slow") for row in found.fitted)
-    assert any(row["row_id"].startswith("slow") for row in found.held_out) and not any(
-        map(is_fitted, found.held_out)
+    calibration = fit(A100, [*runs(0.7), *waiting])
+    assert calibration.efficiency == 0.7 and calibration.spread == (0.7, 0.7)
+    assert all(
+        is_fitted(row) and not row["row_id"].startswith("slow") for row in calibration.fitted
+    )
+    assert any(row["row_id"].startswith("slow") for row in calibration.held_out) and not any(
+        map(is_fitted, calibration.held_out)
     )
 
 
-def test_a_fit_that_leaves_the_held_out_half_further_off_is_not_taken() -> None:
+def test_fit_that_increases_the_error_of_held_out_runs_is_rejected() -> None:
     mixed = [
         row if is_fitted(row) else other for row, other in zip(runs(0.6), runs(0.9), strict=True)
     ]
@@ -100,11 +102,11 @@ def test_too_few_runs_are_refused() -> None:
         fit(CHIPS[1], runs(0.7))
 
 
-def test_a_profile_gets_the_figure_and_nothing_else_changes(tmp_path: Path) -> None:
-    found = fit(A100, runs(0.66))
+def test_write_changes_only_the_fitted_figures_of_a_profile(tmp_path: Path) -> None:
+    calibration = fit(A100, runs(0.66))
     for name in A100.profiles:
         shutil.copy(PROFILES / f"{name}.json", tmp_path)
-    write(found, "2026-01-02", tmp_path)
+    write(calibration, "2026-01-02", tmp_path)
     for name in A100.profiles:
         path = tmp_path / f"{name}.json"
         before, after = (
@@ -112,9 +114,9 @@ def test_a_profile_gets_the_figure_and_nothing_else_changes(tmp_path: Path) -> N
         )
         figures = after["efficiency"]["matmul"]
         assert [figures[dtype].pop("value") for dtype in ("bfloat16", "float16")] == [0.66, 0.66]
-        assert source_of(found) in figures["float16"].pop("source") and figures["bfloat16"].pop(
-            "source"
-        ) == source_of(found)
+        assert source_of(calibration) in figures["float16"].pop("source") and figures[
+            "bfloat16"
+        ].pop("source") == source_of(calibration)
         for dtype in ("bfloat16", "float16"):
             assert figures[dtype].pop("date") == "2026-01-02"
             before["efficiency"]["matmul"][dtype] = figures[dtype]
@@ -122,25 +124,25 @@ def test_a_profile_gets_the_figure_and_nothing_else_changes(tmp_path: Path) -> N
         assert HardwareProfile.load(path).efficiency["matmul"]["bfloat16"] == 0.66
 
 
-def test_profiles_and_readme_say_what_the_results_give() -> None:
+def test_profiles_and_readme_match_the_results() -> None:
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
     fits = [fit(chip, rows) for chip in CHIPS]
-    for found in fits:
-        for name in found.chip.profiles:
+    for calibration in fits:
+        for name in calibration.chip.profiles:
             profile = HardwareProfile.load(name)
             for dtype in ("bfloat16", "float16"):
                 assert profile.efficiency["matmul"][dtype] == (
-                    found.efficiency if found.improves else found.chip.before
+                    calibration.efficiency if calibration.improves else calibration.chip.before
                 ), name
             assert (
-                source_of(found) in profile.figures["efficiency.matmul.bfloat16"].source
-            ) == found.improves
+                source_of(calibration) in profile.figures["efficiency.matmul.bfloat16"].source
+            ) == calibration.improves
     assert table_of(fits) in tables.README.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_a_step_at_another_efficiency_is_the_step_that_is_planned_there() -> None:
-    """On a device whose memory bounds nothing, and under a plan that leaves no choice."""
+def test_rescaled_step_time_equals_the_step_planned_at_that_efficiency() -> None:
+    """The device has unlimited memory bandwidth, and the constraints determine the plan."""
     spec = (
         'llama:{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,'
         ' "num_attention_heads": 4, "vocab_size": 512}'
@@ -162,6 +164,10 @@ def test_a_step_at_another_efficiency_is_the_step_that_is_planned_there() -> Non
     )
     plan, matmul_s = _planned(setup, setup.constraints, None)
     half, _ = _planned(replace(setup, profile=with_matmuls(profile, 0.5)), setup.constraints, None)
-    said = {"predicted_s": plan.prediction.step_s, "matmul_s": matmul_s, "matmul_efficiency": 0.8}
-    assert half.prediction.step_s == pytest.approx(at_efficiency(said, 0.4), rel=1e-6)
+    row_data = {
+        "predicted_s": plan.prediction.step_s,
+        "matmul_s": matmul_s,
+        "matmul_efficiency": 0.8,
+    }
+    assert half.prediction.step_s == pytest.approx(at_efficiency(row_data, 0.4), rel=1e-6)
     assert half.prediction.step_s > 1.2 * plan.prediction.step_s

@@ -1,4 +1,4 @@
-"""`benchmarks.faults`: its cases are valid, its judgements are right, and a part of it is run."""
+"""`benchmarks.faults`: its cases are valid, its judgements are correct, and a part of it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from benchmarks.faults.worker import Worker
 SOURCES = {"tokens": "features", "vector": "vector", "image": "image"}
 
 
-def test_every_loss_is_a_finite_number_with_finite_gradients() -> None:
+def test_losses_and_their_gradients_are_finite() -> None:
     for loss in all_losses():
         model = loss.build()
         result = model(**loss.batch())
@@ -49,14 +49,14 @@ def test_every_loss_is_a_finite_number_with_finite_gradients() -> None:
         assert grads and all(t.isfinite().all() for t in (value, *grads)), loss.name
 
 
-def test_parts_of_a_batch_have_other_counts_than_the_whole() -> None:
-    """Else a loss that is computed wrongly in parts would come out right."""
+def test_chunks_of_a_batch_have_different_numbers_of_valid_labels() -> None:
+    """Otherwise, a loss that is wrong for chunks could give the correct value."""
     labels = next(loss for loss in all_losses() if "y" in loss.batch()).batch()["y"]
     assert len({int((part != -100).sum()) for part in labels.chunk(3)}) > 1
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_step_runs_in_a_model_of_any_batch_size(kind: str, tmp_path: Path) -> None:
+def test_each_step_runs_in_a_plain_model(kind: str, tmp_path: Path) -> None:
     for name in (name for name, step in STEPS.items() if step.kind == kind):
         start = STARTS[SOURCES[kind]][1]
         path = first_steps(name, kind, start)
@@ -65,7 +65,7 @@ def test_every_step_runs_in_a_model_of_any_batch_size(kind: str, tmp_path: Path)
 
 
 def first_steps(name: str, kind: str, start: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """That step alone, or behind one that makes it fit."""
+    """Return the step, preceded by a step that makes its shape fit if necessary."""
     if fits(STEPS[name], kind, start, 0):
         return ((name, 0),)
     for before, step in STEPS.items():
@@ -77,7 +77,7 @@ def first_steps(name: str, kind: str, start: tuple[int, ...]) -> tuple[tuple[str
     raise AssertionError(f"no step leads to {name}")
 
 
-def test_a_seed_gives_the_same_program_and_smaller_ones_have_fewer_steps() -> None:
+def test_programs_are_determined_by_their_seed_and_shrink() -> None:
     for seed in range(20):
         recipe = random_recipe(seed)
         assert text_of(recipe, "") == text_of(random_recipe(seed), "")
@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_program_and_smaller_ones_have_fewer_steps() -> No
         (BaseException("of a library"), "failed", "raw exception"),
     ],
 )
-def test_what_is_raised_decides_the_outcome(
+def test_raised_exception_determines_the_outcome(
     raised: BaseException | None, outcome: str, why: str
 ) -> None:
     def run(notes: Notes) -> None:
@@ -115,17 +115,17 @@ def test_what_is_raised_decides_the_outcome(
     assert row["ok"] == (outcome in ("correct", "refused"))
 
 
-def test_refusals_are_counted_without_names_and_numbers() -> None:
+def test_refusals_are_counted_ignoring_names_and_numbers() -> None:
     texts = [f"CoupledError: {n} microbatches, at layers.{n}.norm\n  what to do: x" for n in (2, 3)]
     assert refusal_of(texts[0]) == refusal_of(texts[1])
     row = {"kind": "models", "outcome": "refused", "why": "", "error": texts[0], "ok": True}
-    failed = {"kind": "models", "outcome": "failed", "why": "hang", "error": "", "ok": False}
-    found = summary_of([row, {**row, "error": texts[1]}, failed])
-    assert found["outcomes"] == {"models": {"tried": 3, "refused": 2, "failed": 1}}
-    assert list(found["refusals"].values()) == [2] and found["failures"] == {"hang": 1}
+    failure = {"kind": "models", "outcome": "failed", "why": "hang", "error": "", "ok": False}
+    summary = summary_of([row, {**row, "error": texts[1]}, failure])
+    assert summary["outcomes"] == {"models": {"tried": 3, "refused": 2, "failed": 1}}
+    assert list(summary["refusals"].values()) == [2] and summary["failures"] == {"hang": 1}
 
 
-def test_the_report_keeps_the_programs_of_failures_alone(tmp_path: Path) -> None:
+def test_report_contains_only_the_programs_of_failures(tmp_path: Path) -> None:
     base = {"kind": "models", "why": "", "error": None, "program": "x"}
     rows = [{**base, "outcome": "correct", "ok": True}, {**base, "outcome": "failed", "ok": False}]
     write(str(tmp_path / "report.json"), rows)
@@ -135,17 +135,17 @@ def test_the_report_keeps_the_programs_of_failures_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("way", FURTHER_WAYS)
-def test_damage_changes_the_text_and_follows_from_its_seed(way: str) -> None:
+def test_damage_changes_the_text_and_is_determined_by_its_seed(way: str) -> None:
     text = json.dumps({"a": [{"s": 1.5, "n": 3, "name": "x"}, {"s": 2.5, "n": 4, "name": "y"}]})
-    made = [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
-    assert made == [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
-    assert sum(damaged.text != text for damaged in made) > 40
+    results = [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    assert results == [FURTHER_WAYS[way](text, random.Random(seed)) for seed in range(50)]
+    assert sum(damaged.text != text for damaged in results) > 40
     if way == "falsified":
-        assert {pattern_of(damaged.path) for damaged in made} >= {"a.*.s", "a.*.n", "a.*.name"}
-        assert all(json.loads(damaged.text) != json.loads(text) for damaged in made)
+        assert {pattern_of(damaged.path) for damaged in results} >= {"a.*.s", "a.*.n", "a.*.name"}
+        assert all(json.loads(damaged.text) != json.loads(text) for damaged in results)
 
 
-def test_differences_leave_out_the_order_of_what_has_none() -> None:
+def test_differences_ignore_the_order_of_unordered_lists() -> None:
     one = {"a": [{"b": [1, 2]}, {"b": [3]}], "c": [1, 2], "d": 1}
     other = {"a": [{"b": [3]}, {"b": [2, 1]}], "c": [2, 1], "d": 1}
     assert not differences(one, other, ("a", "a.b", "c"))
@@ -170,7 +170,7 @@ def ended(status: int | None, *losses: str, error: str = "") -> rank_cases.Ended
 
 
 NAMED = "Traceback\nautopar.errors.RuntimeStateError: rank 1 made another call"
-PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as torch prints it
+PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # the format of torch
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as to
         ([ended(1, "1.0", error=NAMED)] * 2, "additional call", None),
         ([ended(1, "1.0", error=NAMED), ended(-9, "1.0")], "SIGKILL", None),
         ([ended(1, "1.0", error=PREFIXED)] * 2, "additional call", None),
-        ([ended(0, "1.0", "0.5")] * 2, "additional call", None),  # without an effect
+        ([ended(0, "1.0", "0.5")] * 2, "additional call", None),  # the fault had no effect
         ([ended(0, "1.0", "0.5")] * 2, "sleeps", None),
         ([ended(0, "1.0", "0.7")] * 2, "additional call", WrongResult),
         ([ended(0, "1.0", "0.7")] * 2, "sleeps", WrongResult),
@@ -188,7 +188,7 @@ PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as to
         ([ended(1, error=NAMED.replace("1", "0"))] * 2, "additional call", WrongResult),
     ],
 )
-def test_ranks_are_judged(
+def test_judgement_of_ranks(
     ranks: list[rank_cases.Ended], fault: str, expected: type[Exception] | None
 ) -> None:
     if expected is None:
@@ -198,7 +198,8 @@ def test_ranks_are_judged(
             rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, fault)
 
 
-# A part of what the command runs. Whole runs take hours: `python -m benchmarks.faults --seconds N`.
+# A part of the cases that the command runs. Full runs take hours:
+# `python -m benchmarks.faults --seconds N`.
 NIGHTLY = {
     "models": range(14),
     "losses": range(20),
@@ -222,7 +223,7 @@ def test_cases_are_correct_or_refused(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_crashes_or_hangs_is_a_row_and_the_next_case_runs(
+def test_worker_reports_crashes_and_hangs_and_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(LOST, encoding="utf-8")
@@ -252,6 +253,6 @@ random.Random.seed = seed
 """
 
 
-def test_there_are_many_losses_in_every_variant() -> None:
+def test_all_losses_have_several_variants() -> None:
     assert len(all_losses()) >= 70
     assert len(combinations()) == len(set(combinations())) >= 4 * len(all_losses())

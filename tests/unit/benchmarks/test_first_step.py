@@ -1,4 +1,4 @@
-"""The benchmark of the first step: what counts as a phase, and that its results are checked."""
+"""The benchmark of the first step: its phases and the check of its results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from benchmarks import first_step
 from benchmarks.models import ModelSpec
 
 
-def test_imports_within_a_phase_are_counted_on_their_own(
+def test_imports_during_a_phase_are_counted_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock: Any = types.SimpleNamespace(now=0.0, process_time=lambda: clock.now)
     bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
-    monkeypatch.setattr(bootstrap, "_find_and_load", bootstrap._find_and_load)  # undone afterwards
+    monkeypatch.setattr(
+        bootstrap, "_find_and_load", bootstrap._find_and_load
+    )  # restored after the test
     monkeypatch.setattr(first_step, "time", clock)
     monkeypatch.syspath_prepend(tmp_path)
     passes = "import sys\nsys.modules['benchmarks.first_step'].time.now += {}\n"
@@ -42,7 +44,7 @@ def test_imports_within_a_phase_are_counted_on_their_own(
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("way", first_step.WAYS)
-def test_every_rank_has_a_row_and_its_evaluation_is_the_plain_models(way: str) -> None:
+def test_each_rank_has_a_row_and_evaluates_like_the_plain_model(way: str) -> None:
     spec = ModelSpec("gpt2", first_step.GPT).to_json()
     rows = first_step.row(spec, "2", way, "cpu-gloo", 8, 16, False)
     assert [row["rank"] for row in rows] == [0, 1] and all(row["ok"] for row in rows)

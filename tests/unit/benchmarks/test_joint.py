@@ -1,4 +1,5 @@
-"""The staged rivals of joint planning: their problems are the joint one, restricted."""
+"""Staged planning as a baseline of joint planning. The staged problems are restrictions of the
+joint problem."""
 
 from __future__ import annotations
 
@@ -32,31 +33,31 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def ready() -> Prepared:
+def prepared() -> Prepared:
     return prepare(
         Net(), {"x": torch.ones(512, 64)}, Mesh({"gpu": 4}), load_profile("cpu-gloo-frictionless")
     )
 
 
-def under(problem: Problem, budget: int) -> Problem:
+def with_budget(problem: Problem, budget: int) -> Problem:
     return replace(problem, budget_bytes=budget)
 
 
-def test_with_its_own_layouts_fixed_the_joint_answer_stays(ready: Prepared) -> None:
-    ample = solve(ready.priced.problem, gap=0.0)
-    resting = evaluate(ready.priced.problem, ample.strategies).resting_bytes
-    tight = under(ready.priced.problem, int(0.9 * max(resting)))
+def test_joint_optimum_is_unchanged_if_its_layouts_are_fixed(prepared: Prepared) -> None:
+    ample = solve(prepared.priced.problem, gap=0.0)
+    resting = evaluate(prepared.priced.problem, ample.strategies).resting_bytes
+    tight = with_budget(prepared.priced.problem, int(0.9 * max(resting)))
     joint = solve(tight, gap=0.0)
-    fixed = with_layouts(replace(ready.priced, problem=tight), joint.strategies)
-    again = solve(fixed.problem, gap=0.0)
-    assert again.objective_s == pytest.approx(joint.objective_s)
+    fixed = with_layouts(replace(prepared.priced, problem=tight), joint.strategies)
+    restricted = solve(fixed.problem, gap=0.0)
+    assert restricted.objective_s == pytest.approx(joint.objective_s)
     assert {len(op.strategies) for op in fixed.problem.ops} == {1}
     names = [s.cluster.strategies for s in fixed.sources if s.cluster is not None]
     assert {len(each) for each in names} == {1}
 
 
-def test_first_stages_leave_out_what_they_say(ready: Prepared) -> None:
-    problem = under(ready.priced.problem, 10**9)
+def test_first_stages_omit_the_stated_memory(prepared: Prepared) -> None:
+    problem = with_budget(prepared.priced.problem, 10**9)
     choices = solve(problem, gap=0.0).strategies
     whole = evaluate(problem, choices)
     assert whole.kept_bytes > 0
@@ -70,7 +71,7 @@ def test_first_stages_leave_out_what_they_say(ready: Prepared) -> None:
     assert [light[name].budget_bytes for name in STAGED] == [10**9, 10**9 // 2, 10**9]
 
 
-def test_a_row_says_how_much_longer_a_staged_step_is() -> None:
+def test_row_states_the_slowdown_of_staged_steps() -> None:
     plans = {
         "joint": {"step_s": 2.0, "gap": 0.0},
         "no_activations": {"step_s": 3.0},
@@ -93,17 +94,16 @@ def test_a_row_says_how_much_longer_a_staged_step_is() -> None:
     )
 
 
-def test_the_readme_shows_what_was_measured() -> None:
+def test_readme_table_matches_the_results() -> None:
     rows = json.loads(JOINT_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert all(row["ok"] for row in rows)
     assert joint_table(rows) in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_layouts_that_are_best_without_memory_are_among_those_that_the_joint_search_looks_at() -> (
-    None
-):
-    """Llama-3 8B in a third of its ample memory, on two axes."""
+def test_joint_step_is_not_slower_than_a_staged_step() -> None:
+    """The model is Llama-3 8B on two mesh axes, with a third of the memory that it needs without a
+    budget."""
     model, batch = ModelSpec.known("llama3-8b").build(
         batch=32, seq=4096, dtype=torch.bfloat16, meta=True
     )

@@ -1,5 +1,5 @@
-"""The tables of `autopar_csrc/README.md` are those of the results' files, and these reach what
-was set out to."""
+"""The tables of `autopar_csrc/README.md` match the files of results, and the results reach the
+targets."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COPIED = [
 
 
 def results(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(
+    rows: list[dict[str, Any]] = json.loads(
         (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
     )["rows"]
-    return found
+    return rows
 
 
 def best(name: str, kernel: str, link: str, gb_per_s: float | None) -> list[float]:
-    """By ratio: the efficiency at the best number of chunks."""
+    """Return the efficiency at the best number of chunks, per ratio in ascending order."""
     by_ratio: dict[float, list[float]] = defaultdict(list)
     for row in results(name):
         if (row["model"], row["link"], row.get("gb_per_s")) == (kernel, link, gb_per_s):
@@ -54,18 +54,18 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_efficiencies_are_those_of_the_files_and_at_least_85_percent(kernel: str) -> None:
+def test_efficiencies_match_the_results_and_are_at_least_85_percent(kernel: str) -> None:
     first = next(
         i for i, line in enumerate(LINES) if line.startswith(f"| `{kernel}`, host, H100 |")
     )
     for line, (name, link, gb_per_s) in zip(LINES[first : first + 3], SOURCES, strict=True):
-        found = best(name, kernel, link, gb_per_s)
-        assert [f"{value:.2f}" for value in found] == cells(line)
-        assert min(found) >= 0.85
+        efficiencies = best(name, kernel, link, gb_per_s)
+        assert [f"{value:.2f}" for value in efficiencies] == cells(line)
+        assert min(efficiencies) >= 0.85
 
 
 @pytest.mark.parametrize(("kernel", "begins"), COPIED)
-def test_shares_of_a_copys_bandwidth_are_those_of_the_files(kernel: str, begins: str) -> None:
+def test_shares_of_the_copy_bandwidth_match_the_results(kernel: str, begins: str) -> None:
     line = next(line for line in LINES if line.startswith(begins))
     for name, cell in zip(("kernels.json", "kernels_h200.json"), cells(line), strict=True):
         shares = {

@@ -1,4 +1,4 @@
-"""The list of other libraries' models, none of which has to be installed."""
+"""The list of models of other libraries. The libraries need not be installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.models import ModelSpec
 from benchmarks.zoo import libraries
 
 
-def test_every_model_of_the_list_is_of_a_library_with_settings_and_inputs() -> None:
+def test_each_listed_model_has_a_library_settings_and_inputs() -> None:
     assert {name.partition("/")[0] for name in libraries.NAMES} == {
         "torchvision",
         "timm",
@@ -28,7 +28,7 @@ def test_every_model_of_the_list_is_of_a_library_with_settings_and_inputs() -> N
     assert set(libraries.LIST["refused"]) <= set(libraries.NAMES)
 
 
-def listed(
+def list_model(
     monkeypatch: pytest.MonkeyPatch, make: str, inputs: dict[str, Any], **settings: Any
 ) -> None:
     monkeypatch.setattr(libraries, "NAMES", ("x",))
@@ -37,10 +37,10 @@ def listed(
     )
 
 
-def test_a_model_comes_with_its_loss_and_a_batch_the_same_each_time(
+def test_model_is_built_with_a_loss_and_reproducible_weights_and_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed(
+    list_model(
         monkeypatch,
         "torch.nn.Linear",
         {"input": [3], "labels": {"below": 4, "shape": []}},
@@ -49,7 +49,7 @@ def test_a_model_comes_with_its_loss_and_a_batch_the_same_each_time(
     )
     spec = ModelSpec.of("libraries", "x")
     model, batch = spec.build(batch=8, dtype=torch.float64)
-    again, same = spec.build(batch=8, dtype=torch.float64)
+    second_model, second_batch = spec.build(batch=8, dtype=torch.float64)
     assert (
         batch["input"].shape == (8, 3)
         and batch["input"].dtype == torch.float64
@@ -59,13 +59,13 @@ def test_a_model_comes_with_its_loss_and_a_batch_the_same_each_time(
     assert (
         loss
         == torch.nn.functional.cross_entropy(model.model(batch["input"]), batch["labels"])
-        == again(**same)["loss"]
+        == second_model(**second_batch)["loss"]
     )
     del batch["labels"]
     assert model(**batch)["loss"] == model.model(batch["input"]).square().mean()
 
 
-def test_a_batch_has_numbers_and_plain_values_as_the_list_says(
+def test_batch_has_the_listed_tensors_and_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = {
@@ -74,7 +74,7 @@ def test_a_batch_has_numbers_and_plain_values_as_the_list_says(
         "flag": False,
         "sizes": {"value": [1, 2]},
     }
-    listed(monkeypatch, "torch.nn.Identity", inputs)
+    list_model(monkeypatch, "torch.nn.Identity", inputs)
     _, batch = ModelSpec.of("libraries", "x").build(batch=3)
     assert batch["lengths"].tolist() == [[5, 5]] * 3 and batch["places"].tolist() == [
         [0, 1],
@@ -83,8 +83,10 @@ def test_a_batch_has_numbers_and_plain_values_as_the_list_says(
     assert batch["flag"] is False and batch["sizes"] == [1, 2]
 
 
-def test_dropout_is_off_and_what_begins_as_zeros_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed(
+def test_dropout_is_disabled_and_zero_parameters_are_randomized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    list_model(
         monkeypatch,
         "torch.nn.TransformerEncoderLayer",
         {"src": [5, 8]},
@@ -98,10 +100,10 @@ def test_dropout_is_off_and_what_begins_as_zeros_is_drawn(monkeypatch: pytest.Mo
     assert torch.equal(model(**batch)["loss"], model(**batch)["loss"])
 
 
-def test_a_library_that_is_not_installed_says_what_to_install(
+def test_error_for_a_missing_library_states_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed(monkeypatch, "no_such_library.models.Net", {})
+    list_model(monkeypatch, "no_such_library.models.Net", {})
     with pytest.raises(AutoparError, match="pip install no_such_library"):
         ModelSpec.of("libraries", "x").build()
     with pytest.raises(AutoparError, match="--libraries has no 'y'"):

@@ -1,5 +1,5 @@
-"""The batch of a ``--module`` may be a dict, a tuple, a list or a tensor; what cannot be passed
-by name is refused with a remedy."""
+"""The batch of a ``--module`` may be a dict, a tuple, a list or a tensor. Arguments that cannot be
+passed by name are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ class Taking(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [f"({TWO})", f"[{TWO}]", f"dict(zip('xy', ({TWO})))"])
-def test_parity_of_a_module_whose_batch_is_a_tuple(tmp_path: Path, batch: str) -> None:
+def test_parity_of_a_module_with_a_tuple_list_or_dict_as_batch(tmp_path: Path, batch: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MODULE.replace("{batch}", batch))
     spec = ModelSpec("mine", module=f"{file}:build")
     model, data = spec.build(dtype=torch.float64)
     assert list(data) == ["x", "y"] and data["x"].dtype == torch.float64
     assert model(**data).dtype == torch.float64
-    (found,) = row(spec.to_json(), "2", ["planner"], "lockstep", ["float64"], 8, 8, "h100-sxm")
-    assert found["max_rel_err"] < 1e-9
+    (result,) = row(spec.to_json(), "2", ["planner"], "lockstep", ["float64"], 8, 8, "h100-sxm")
+    assert result["max_rel_err"] < 1e-9
 
 
-def test_a_tensor_is_the_only_argument() -> None:
+def test_tensor_batch_is_the_only_argument() -> None:
     assert list(by_name(Taking(), torch.zeros(2))) == ["x"]
 
 
-def test_a_batch_that_forward_does_not_take_is_refused_and_a_dict_helps() -> None:
+def test_batch_that_does_not_match_forward_is_refused_and_the_remedy_works() -> None:
     with pytest.raises(AutoparError, match="does not take the module's batch") as refusal:
         by_name(Taking(), (torch.zeros(2), torch.zeros(2)))
     assert "a dict of forward's arguments" in refusal.value.remedy
     assert by_name(Taking(), {"x": torch.zeros(2)})["x"].shape == (2,)
 
 
-def test_arguments_without_a_name_are_refused_and_a_forward_that_names_them_helps() -> None:
+def test_positional_arguments_are_refused_and_the_remedy_works() -> None:
     with pytest.raises(AutoparError, match="does not take 'inputs' by name") as refusal:
         by_name(One(), (torch.zeros(2),))
     assert "names its arguments" in refusal.value.remedy

@@ -1,4 +1,4 @@
-"""Planning rows whose mesh is the planner's to shape."""
+"""Planning rows whose mesh shape is chosen by the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.planning import row
 
 
 @pytest.mark.slow
-def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_how() -> None:
+def test_planner_chooses_the_mesh_shape_of_a_row() -> None:
     spec = ModelSpec.known("tiny-gpt2").to_json()
     how: dict[str, Any] = {
         "dtype": "float32",
@@ -26,17 +26,17 @@ def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_h
     each = [row(spec, mesh, **how) for mesh in ("gpu=4", "gpu0=2,gpu1=2")]
     assert (
         0.99 * free["objective_s"]
-        <= min(made["objective_s"] for made in each)
+        <= min(result["objective_s"] for result in each)
         <= free["objective_s"]
-    ), "what saves less is not tried"
-    assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [made["shape"] for made in each] == [
+    ), "shapes that save less than the gap are not tried"
+    assert free["shape"] in ("gpu=4", "gpu0=2,gpu1=2") and [result["shape"] for result in each] == [
         "gpu=4",
         "gpu0=2,gpu1=2",
     ]
 
 
 @pytest.mark.slow
-def test_a_row_can_slow_down_the_links_between_nodes() -> None:
+def test_row_with_slower_links_between_nodes_has_slower_steps() -> None:
     spec = ModelSpec.known("tiny-gpt2").to_json()
     how: dict[str, Any] = {
         "dtype": "float32",

@@ -1,4 +1,4 @@
-"""Published runs as data, and as what is planned for them."""
+"""Published training runs and the setups that are planned for them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ def run_of(row_id: str) -> Run:
     return next(run for run in RUNS if run.row_id == row_id)
 
 
-def test_with_kernels_a_profile_has_what_was_measured_on_one_gpu_and_the_readme_says_what_that_does() -> (  # noqa: E501
-    None
-):
+def test_with_kernels_adds_measured_kernels_and_the_readme_states_the_effect() -> None:
     plain, measured = HardwareProfile.load("h100-sxm"), HardwareProfile.load("h100-sxm-measured")
-    made = with_kernels(plain)
+    combined = with_kernels(plain)
     assert (
         not plain.kernels
-        and made.kernels == measured.kernels
-        and made.links == plain.links
-        and made != plain
+        and combined.kernels == measured.kernels
+        and combined.links == plain.links
+        and combined != plain
     )
     ratios = {}
     for name in ("published", "published_kernels"):
@@ -44,20 +42,20 @@ def test_with_kernels_a_profile_has_what_was_measured_on_one_gpu_and_the_readme_
         [ratios[name][row_id] for row_id in ("p0414", "p0479", "p0541")]
         for name in ("published", "published_kernels")
     )
-    said = " ".join(tables.README.read_text(encoding="utf-8").split())
+    readme = " ".join(tables.README.read_text(encoding="utf-8").split())
     assert (
         f"go from {before[0]} and {before[1]} to {after[0]} and {after[1]}, one of 340B from"
-        f" {before[2]} to {after[2]}" in said
+        f" {before[2]} to {after[2]}" in readme
     )
 
 
-def test_every_run_is_planned_or_left_out_for_a_reason() -> None:
+def test_runs_are_unique_and_more_than_300_can_be_planned() -> None:
     assert len({run.row_id for run in RUNS}) == len(RUNS) == 923
     assert len(PLANNED) > 300
     assert all(run.step_s or run.peak_bytes for run in PLANNED)
 
 
-def test_setups_have_the_devices_and_samples_of_their_runs() -> None:
+def test_setups_match_the_devices_and_batches_of_their_runs() -> None:
     for run in PLANNED:
         setup = setup_of(run)
         assert setup.mesh.num_devices == run.num_devices, run.row_id
@@ -95,12 +93,12 @@ def test_setups_have_the_devices_and_samples_of_their_runs() -> None:
         ),
     ],
 )
-def test_a_run_is_planned_as_it_was_run(row_id: str, mesh: str, words: list[str]) -> None:
+def test_constraints_of_a_setup_match_the_run(row_id: str, mesh: str, words: list[str]) -> None:
     setup = setup_of(run_of(row_id))
     assert (str(setup.mesh), [str(c) for c in setup.constraints]) == (mesh, words)
 
 
-def test_slower_networks_than_the_profile_has_are_slower() -> None:
+def test_setup_has_the_network_bandwidth_of_its_run() -> None:
     eight, four = setup_of(run_of("p0415")).profile, setup_of(run_of("p0791")).profile
     assert (
         eight.links["inter"].bandwidth_bytes_per_s > 3.9 * four.links["inter"].bandwidth_bytes_per_s
@@ -108,8 +106,9 @@ def test_slower_networks_than_the_profile_has_are_slower() -> None:
     assert setup_of(run_of("p0563")).profile.links["intra"] == four.links["intra"]
 
 
-def test_attention_of_a_framework_takes_what_its_kernel_took() -> None:
-    """llm-foundry's first FlashAttention on both chips; InternEvo's as the profile has it."""
+def test_setup_has_the_attention_efficiency_of_its_framework() -> None:
+    """llm-foundry used the first FlashAttention on both GPUs. InternEvo has the value of the
+    profile."""
     for row_id, shares in (
         ("p0373", (0.40, 0.30)),
         ("p0237", (0.1918, 0.1438)),
@@ -133,29 +132,29 @@ def test_attention_of_a_framework_takes_what_its_kernel_took() -> None:
         ("p0496", "adapters"),
     ],
 )
-def test_what_cannot_be_planned_is_left_out(row_id: str, why: str) -> None:
+def test_runs_that_cannot_be_planned_are_skipped_with_a_reason(row_id: str, why: str) -> None:
     assert why in str(why_skipped(run_of(row_id)))
 
 
 @pytest.mark.slow
-def test_a_small_run_is_predicted_and_the_planner_finds_no_slower_plan() -> None:
-    """125 million parameters on eight A100s: FSDP without recomputation."""
-    found = row({"name": "MPT-125m", "row_id": "p0377"}, "dp=8", free=True)
-    assert found["ok"] and found["measured_s"] == pytest.approx(1.07725)
-    assert found["ratio"] == found["predicted_s"] / found["measured_s"]
-    assert 0.5 < found["ratio"] < 2
-    assert found["free_plan_s"] <= found["predicted_s"] * 1.02
+def test_row_of_a_small_run_has_a_prediction_and_a_free_plan() -> None:
+    """The run has 125 million parameters on eight A100s, with FSDP and without recomputation."""
+    result = row({"name": "MPT-125m", "row_id": "p0377"}, "dp=8", free=True)
+    assert result["ok"] and result["measured_s"] == pytest.approx(1.07725)
+    assert result["ratio"] == result["predicted_s"] / result["measured_s"]
+    assert 0.5 < result["ratio"] < 2
+    assert result["free_plan_s"] <= result["predicted_s"] * 1.02
 
 
-def test_the_summary_counts_what_was_timed() -> None:
-    def timed(ratio: float, step_s: float) -> dict[str, Any]:
+def test_summary_counts_only_timed_rows() -> None:
+    def timed_row(ratio: float, step_s: float) -> dict[str, Any]:
         sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
         return {**sizes, "ratio": ratio, "predicted_s": ratio * step_s, "measured_s": step_s}
 
     rows = [
-        timed(0.8, 1.0),
-        timed(0.95, 2.0),
-        timed(1.3, 4.0),
+        timed_row(0.8, 1.0),
+        timed_row(0.95, 2.0),
+        timed_row(1.3, 4.0),
         {"source": "other", "gpu": "V100", "skipped": "no profile"},
     ]
     first, everything = summary(rows)
@@ -163,7 +162,7 @@ def test_the_summary_counts_what_was_timed() -> None:
     assert everything == ("all", "", *first[2:])
 
 
-def test_the_readme_shows_the_results() -> None:
+def test_readme_table_matches_the_results() -> None:
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert {row["row_id"] for row in rows if row["skipped"] is None} <= {
         run.row_id for run in PLANNED
@@ -171,7 +170,7 @@ def test_the_readme_shows_the_results() -> None:
     assert published_table(rows) in tables.README.read_text(encoding="utf-8")
 
 
-def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
+def test_figure_is_drawn_as_png(tmp_path: Path) -> None:
     sizes = {"source": "theirs", "gpu": "A100 80GB", "batch": 8, "seq": 16, "num_devices": 2}
     draw(
         [{**sizes, "ratio": 0.5, "predicted_s": 0.5, "measured_s": 1.0}, {"skipped": "no profile"}],
@@ -181,12 +180,12 @@ def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("row_id", "message"),
     [("p9999", "the data has no p9999"), ("p0003", "none of the requested runs")],
 )
-def test_runs_that_are_not_there_or_cannot_be_planned_are_named(
-    asked: str, says: str, capsys: pytest.CaptureFixture[str]
+def test_missing_and_unplannable_rows_are_refused_by_name(
+    row_id: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["--rows", asked])
-    assert says in capsys.readouterr().err
+        main(["--rows", row_id])
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of results are of no one machine."""
+"""Files of results contain no paths of a machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RESULTS = Path(common.ROOT) / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
-def test_results_name_no_folder_of_a_machine(path: Path) -> None:
+def test_results_contain_no_absolute_paths(path: Path) -> None:
     assert not re.search(r"(/home|/work|/root|/tmp|/Users)/", path.read_text(encoding="utf-8"))
 
 
-def test_an_error_names_files_as_they_are_imported(
+def test_errors_contain_file_names_relative_to_the_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = str(tmp_path / "lib" / "packages")

@@ -1,5 +1,4 @@
-"""The comparison with rivals: what it counts, that every rival is the same model, and what its
-claims say."""
+"""The comparison with other methods: its counters, the equality of the models, and its claims."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ ROW = {
 
 
 @pytest.fixture(scope="module")
-def built() -> Any:
+def tiny_llama() -> Any:
     return ModelSpec.parse_hf(TINY).build(batch=2, seq=16)
 
 
 @pytest.fixture(scope="module")
-def planner(built: Any) -> Planner:
-    return Planner.of(*built, "cpu-gloo")
+def planner(tiny_llama: Any) -> Planner:
+    return Planner.of(*tiny_llama, "cpu-gloo")
 
 
 def variant(model: nn.Module, batch: dict[str, Any], **how: Any) -> Variant:
@@ -54,26 +53,30 @@ def variant(model: nn.Module, batch: dict[str, Any], **how: Any) -> Variant:
     )
 
 
-def test_a_step_is_counted_byte_by_byte_and_flop_by_flop() -> None:
+def test_measured_bytes_and_flops_of_a_step_are_exact() -> None:
     x, weight = torch.ones(8, 16), nn.Parameter(torch.ones(16, 32))
     measured, gradients = measure(Variant("", {"w": weight}, [x], lambda: (x @ weight).exp().sum()))
-    made, loss, parameter, batch = 8 * 32 * 4, 4, 16 * 32 * 4, 8 * 16 * 4
+    product, loss, parameter, batch = 8 * 32 * 4, 4, 16 * 32 * 4, 8 * 16 * 4
     assert gradients["w"].shape == (16, 32)
     assert weight.grad is None
-    assert measured.flops == 2 * (2 * 8 * 16 * 32)  # forward, and the weight's gradient; x has none
-    assert measured.end_of_forward_bytes == made + loss  # of the exponential; the product is gone
-    # backward: the exponential, the loss, its tangent and the gradient of the product; the weight's
-    # is no activation
-    assert measured.activation_peak_bytes == 2 * made + 2 * loss
+    assert measured.flops == 2 * (
+        2 * 8 * 16 * 32
+    )  # forward and the gradient of the weight; x has no gradient
+    assert (
+        measured.end_of_forward_bytes == product + loss
+    )  # the exponential and the loss; the product is freed
+    # backward: the exponential, the loss, its tangent and the gradient of the product. The gradient
+    # of the weight is not an activation.
+    assert measured.activation_peak_bytes == 2 * product + 2 * loss
     assert measured.peak_above_parameters_bytes == max(
-        2 * made + 2 * loss, made + 2 * loss + parameter
+        2 * product + 2 * loss, product + 2 * loss + parameter
     )
     assert measured.peak_bytes == measured.peak_above_parameters_bytes + parameter + batch
 
 
 @pytest.mark.slow
-def test_attention_is_counted_in_torch_as_in_a_plan(built: Any, planner: Planner) -> None:
-    model, batch = built
+def test_flops_and_peak_of_torch_and_of_a_plan_agree(tiny_llama: Any, planner: Planner) -> None:
+    model, batch = tiny_llama
     plain, gradients = measure(variant(model, batch))
     tokens, width = 32, 32
     per_layer = (
@@ -83,15 +86,15 @@ def test_attention_is_counted_in_torch_as_in_a_plan(built: Any, planner: Planner
     assert plain.flops == 3 * forward + 4 * (
         2 * 2 * 4 * 16 * 16 * 8
     )  # backward of attention is 2.5 times its forward
-    planned = planner.within(10 * MIB)
-    measured, others = measure(planned.variant)
+    choice = planner.within(10 * MIB)
+    measured, others = measure(choice.variant)
     assert measured.flops == plain.flops
-    assert measured.peak_bytes == planned.predicted_peak_bytes
+    assert measured.peak_bytes == choice.predicted_peak_bytes
     assert gradient_error(others, gradients) < 1e-5
 
 
-def test_every_method_trains_the_same_model_and_none_needs_fewer_flops(built: Any) -> None:
-    model, batch = built
+def test_all_methods_give_the_same_gradients_with_at_least_the_same_flops(tiny_llama: Any) -> None:
+    model, batch = tiny_llama
     plain, expected = measure(variant(model, batch))
     around = methods(model)
     ways = [variant(model, batch, around=patch) for patch in around.values()]
@@ -112,13 +115,13 @@ def test_every_method_trains_the_same_model_and_none_needs_fewer_flops(built: An
     assert all("forward" not in vars(layer) for layer in layers_of(model))
 
 
-def test_a_wrong_or_missing_gradient_is_told() -> None:
+def test_gradient_error_detects_wrong_and_missing_gradients() -> None:
     a = {"w": torch.tensor([1.0, 2.0])}
     assert gradient_error({"w": torch.tensor([1.0, 2.5])}, a) == 0.25
     assert gradient_error({}, a) == float("inf")
 
 
-def test_a_model_without_layers_or_without_logits_is_refused() -> None:
+def test_models_without_layers_or_logits_are_refused() -> None:
     with pytest.raises(AutoparError, match="no list of equal layers"):
         methods(nn.Linear(2, 2))
     with pytest.raises(AutoparError, match="causal language models"):
@@ -126,10 +129,10 @@ def test_a_model_without_layers_or_without_logits_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_of_activations_is_kept_where_gradients_are_larger(
-    built: Any, planner: Planner
+def test_activation_budget_is_respected_if_gradients_are_larger(
+    tiny_llama: Any, planner: Planner
 ) -> None:
-    model, batch = built
+    model, batch = tiny_llama
     plain, expected = measure(variant(model, batch))
     budget = plain.activation_peak_bytes // 2
     measured, gradients = measure(planner.activations_within(budget).variant)
@@ -138,28 +141,28 @@ def test_a_budget_of_activations_is_kept_where_gradients_are_larger(
     assert gradient_error(gradients, expected) < 1e-5
 
 
-def test_variants_are_timed_in_turn_and_leave_no_gradients() -> None:
+def test_variants_are_timed_in_turns_and_leave_no_gradients() -> None:
     weight, calls = nn.Parameter(torch.ones(4)), []
 
-    def named(name: str) -> Variant:
+    def variant_of(name: str) -> Variant:
         def forward() -> torch.Tensor:
             calls.append(name)
             return weight.square().sum()
 
         return Variant(name, {"w": weight}, [], forward)
 
-    ratios = time_ratios([named("a"), named("b"), named("c")], rounds=5)
+    ratios = time_ratios([variant_of("a"), variant_of("b"), variant_of("c")], rounds=5)
     assert ratios[0] == (1.0, 1.0)
     assert len(ratios) == 3
     assert [sorted(calls[i : i + 3]) for i in range(0, 15, 3)] == [["a", "b", "c"]] * 5
-    assert len(set(zip(calls[::3], calls[1::3], strict=True))) > 1  # not always in the same order
+    assert len(set(zip(calls[::3], calls[1::3], strict=True))) > 1  # the order varies
     assert weight.grad is None
 
 
 @pytest.mark.parametrize(
     ("ticks", "expected"), [([0.0] * 6, None), ([0.0, 5.0, 1.0, 2.0, 2.0, 6.0], 2.5)]
 )
-def test_rounds_in_which_a_clock_does_not_move_say_nothing(
+def test_rounds_without_a_clock_tick_are_ignored(
     ticks: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = nn.Parameter(torch.ones(4))
@@ -181,12 +184,12 @@ def test_rounds_in_which_a_clock_does_not_move_say_nothing(
     assert ratios[1][0] is not None and ratios[1][0] > 0.0
 
 
-def test_the_least_budget_is_found() -> None:
-    def planned(budget: int) -> None:
+def test_least_finds_the_smallest_feasible_budget() -> None:
+    def plan_within(budget: int) -> None:
         if budget < 700:
             raise InfeasibleError("too small")
 
-    assert 700 <= least(planned, 0, 5000) <= 707
+    assert 700 <= least(plan_within, 0, 5000) <= 707
 
 
 def plan(budget: int, peak: int, flops: float) -> dict[str, Any]:
@@ -208,7 +211,7 @@ def rival(method: str, kind: str, peak: int, flops: float) -> dict[str, Any]:
     }
 
 
-def test_claims_hold_or_say_why_not() -> None:
+def test_claims_are_evaluated_and_known_failures_explained() -> None:
     plans = [plan(100, 90, 0.0), plan(60, 55, 0.1), plan(50, 56, 0.2)]
     rivals = [
         rival("a", "eager", 95, 0.0),
@@ -216,15 +219,15 @@ def test_claims_hold_or_say_why_not() -> None:
         rival("c", "fused", 52, 0.1),
         rival("d", "eager", 96, 0.1),
     ]
-    found = {claim["claim"]: claim for claim in claims([*plans, *rivals])}
-    assert {name: claim["ok"] for name, claim in found.items()} == {
+    by_text = {claim["claim"]: claim for claim in claims([*plans, *rivals])}
+    assert {name: claim["ok"] for name, claim in by_text.items()} == {
         "the measured peak is within the budget": False,
         "the measured peak never rises as the budget falls": False,
         "no more flops than a at no higher peak": True,
         "no more flops than b at no higher peak": False,
         "no more flops than c at no higher peak": False,
     }
-    assert [name for name, claim in found.items() if claim["known"]] == [
+    assert [name for name, claim in by_text.items() if claim["known"]] == [
         "no more flops than c at no higher peak"
     ]
     small = claims([plan(100, 70, 0.0), plan(80, 71, 0.0)])[1]
@@ -234,7 +237,7 @@ def test_claims_hold_or_say_why_not() -> None:
     assert [r["method"] for r in front(rivals, "activation_peak_bytes")] == ["a", "c"]
 
 
-def test_an_aim_is_reached_by_a_plan_of_that_peak_alone() -> None:
+def test_aim_is_reached_only_by_a_plan_within_its_peak() -> None:
     rows = [
         {**plan(142, 140, 0.06), "model": "llama-12x512"},
         {**plan(115, 116, 0.0), "model": "llama-12x512"},
@@ -247,8 +250,8 @@ def test_an_aim_is_reached_by_a_plan_of_that_peak_alone() -> None:
     assert aims(rows, "m") == []
 
 
-def test_the_readme_shows_what_was_measured() -> None:
-    told = json.loads(RIVALS_RESULTS.read_text(encoding="utf-8"))
-    assert rivals_table(told["rows"]) in README.read_text(encoding="utf-8")
-    assert [claim for claim in told["claims"] if not claim["ok"] and not claim["known"]] == []
-    assert claims(told["rows"]) == told["claims"]
+def test_readme_table_matches_the_results_and_no_claim_fails_unexpectedly() -> None:
+    report = json.loads(RIVALS_RESULTS.read_text(encoding="utf-8"))
+    assert rivals_table(report["rows"]) in README.read_text(encoding="utf-8")
+    assert [claim for claim in report["claims"] if not claim["ok"] and not claim["known"]] == []
+    assert claims(report["rows"]) == report["claims"]

@@ -1,4 +1,4 @@
-"""Tables in the README are those that the results give."""
+"""Tables in the README match the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = {
 }
 
 
-def test_a_cell_says_how_many_plans_are_right_and_their_largest_error() -> None:
+def test_cell_states_the_number_of_correct_plans_and_the_largest_error() -> None:
     rows = [
         ROW,
         {**ROW, "max_rel_err": 2e-7},
@@ -35,7 +35,7 @@ def test_a_cell_says_how_many_plans_are_right_and_their_largest_error() -> None:
     ]
 
 
-def test_a_model_with_float32_parts_is_marked_and_held_against_its_graph() -> None:
+def test_model_with_float32_parts_is_marked_and_compared_with_its_graph() -> None:
     assert parity_table(
         [{**ROW, "note": "model has float32 parts", "traced_rel_err": 1e-15}]
     ).endswith("| a* | 1 of 1, 1e-15 |")
@@ -44,7 +44,7 @@ def test_a_model_with_float32_parts_is_marked_and_held_against_its_graph() -> No
     )
 
 
-def test_a_table_replaces_the_one_of_its_name_and_nothing_else(tmp_path: Path) -> None:
+def test_put_replaces_only_the_table_with_the_given_name(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- t -->\nold\n<!-- end of t -->\nafter\n", encoding="utf-8")
     put("t", "new", readme)
@@ -55,7 +55,7 @@ def test_a_table_replaces_the_one_of_its_name_and_nothing_else(tmp_path: Path) -
         put("other", "new", readme)
 
 
-def test_the_readme_shows_what_was_measured_of_the_whole_zoo() -> None:
+def test_readme_table_contains_the_results_of_the_full_zoo() -> None:
     rows = json.loads(ZOO_RESULTS.read_text(encoding="utf-8"))["rows"]
     assert {row["model"] for row in rows} == set(zoo.NAMES)
     assert parity_table(rows) in README.read_text(encoding="utf-8")

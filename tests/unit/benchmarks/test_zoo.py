@@ -1,4 +1,4 @@
-"""The model zoo: every model builds, computes its own loss, and grows by its settings."""
+"""The model zoo: models can be built, compute a loss, and have configurable sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks import coverage, zoo
 from benchmarks.models import TINY, ModelSpec
 
 aten = torch.ops.aten
-# Parameters that the models themselves leave without a gradient.
+# Parameters to which the models give no gradient.
 NO_GRADIENT = (
     "embed_positions",
     "masked_spec_embed",
@@ -31,7 +31,7 @@ def loss_of(result: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_every_model_computes_its_own_loss_which_reaches_every_parameter(name: str) -> None:
+def test_loss_of_each_model_has_gradients_for_all_parameters(name: str) -> None:
     model, batch = zoo.build(name, batch=2)
     assert model.training and all(parameter.any() for parameter in model.parameters())
     loss = loss_of(model(**batch))
@@ -45,7 +45,7 @@ def test_every_model_computes_its_own_loss_which_reaches_every_parameter(name: s
     assert lost == []
 
 
-def test_the_zoo_has_every_family() -> None:
+def test_zoo_contains_each_family_of_models() -> None:
     families = {
         "decoder": "llama",
         "encoder": "bert",
@@ -64,7 +64,7 @@ def test_the_zoo_has_every_family() -> None:
     assert set(families.values()) <= set(zoo.NAMES)
 
 
-def test_settings_make_a_model_of_any_size_without_weights() -> None:
+def test_settings_change_the_size_of_a_model_on_the_meta_device() -> None:
     sizes = {"num_hidden_layers": 3, "hidden_size": 2048, "num_attention_heads": 16}
     model, batch = zoo.build(
         "llama", device="meta", batch=32, seq=40, dtype=torch.bfloat16, **sizes
@@ -78,7 +78,7 @@ def test_settings_make_a_model_of_any_size_without_weights() -> None:
     )
 
 
-def test_nested_settings_change_one_part() -> None:
+def test_nested_settings_change_only_their_submodel() -> None:
     model, _ = zoo.build("clip", device="meta", text_config={"num_hidden_layers": 3})
     assert (
         model.config.text_config.num_hidden_layers == 3
@@ -88,22 +88,22 @@ def test_nested_settings_change_one_part() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "dit", "lstm", "nn_transformer"])
-def test_dropout_is_0_unless_asked_for(name: str) -> None:
+def test_dropout_is_zero_by_default(name: str) -> None:
     def active(model: nn.Module) -> bool:
         masks = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-        named = (
+        attributes = (
             value
             for module in model.modules()
             for key, value in vars(module).items()
             if "drop" in key
         )
-        return masks or any(isinstance(value, float) and value > 0 for value in named)
+        return masks or any(isinstance(value, float) and value > 0 for value in attributes)
 
     assert not active(zoo.build(name, device="meta")[0])
     assert active(zoo.build(name, device="meta", dropout=0.25)[0])
 
 
-def test_weights_come_from_the_seed() -> None:
+def test_weights_are_determined_by_the_seed() -> None:
     first, second, third = (
         dict(zoo.build("dlrm", seed=seed)[0].named_parameters()) for seed in (0, 0, 1)
     )
@@ -120,12 +120,14 @@ def test_unknown_names_and_settings_are_refused(name: str, settings: dict[str, A
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_tiny_models_have_eight_heads(name: str) -> None:
+def test_tiny_models_have_eight_heads(name: str) -> None:
     model, batch = ModelSpec.known(name).build(meta=True)
     assert model.config.num_attention_heads == 8 and next(iter(batch.values())).shape[0] == 8
 
 
-def test_coverage_names_ops_without_a_rule_with_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_names_ops_without_a_rule_and_their_source_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(coverage, "is_fallback", lambda call: call.target is aten.relu.default)
     row = coverage.row(ModelSpec.of("zoo", "dlrm").to_json(), "", 4, 16)
     assert row["captured"] and not row["ok"] and row["num_without_rule"] == 3
@@ -137,7 +139,7 @@ def test_coverage_names_ops_without_a_rule_with_their_line(monkeypatch: pytest.M
     )
 
 
-def test_coverage_says_why_a_model_is_not_captured(tmp_path: Path) -> None:
+def test_coverage_states_why_a_model_is_not_captured(tmp_path: Path) -> None:
     file = tmp_path / "looking.py"
     file.write_text(
         "import torch\n\nclass Looking(torch.nn.Linear):\n    def forward(self, x):\n        y ="

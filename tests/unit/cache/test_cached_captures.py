@@ -1,5 +1,5 @@
-"""A capture from the cache is the capture that tracing gives; another budget, mesh or hardware does
-not capture the model again."""
+"""A cached capture equals the capture that tracing gives. Another budget, mesh or hardware does not
+capture the model again."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ scale = 3.0
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """Each capture is traced."""
+    """Trace at each capture: replaces the fixture that shares captures."""
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AUTOPAR_CACHE")
-    monkeypatch.setattr(origin, "_STARTED", float("inf"))  # sources may be edited during tests
+    monkeypatch.setattr(origin, "_STARTED", float("inf"))  # sources may change while the tests run
     warn_once.cache_clear()
     return tmp_path / "cache" / "entries"
 
 
 class Block(nn.Module):
-    """Drop-out, a running mean, a tied weight, a tensor attribute, and values from outside."""
+    """A model with dropout, a running mean, a tied weight, a tensor attribute and external
+    values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Block(nn.Module):
         return {"loss": x.pow(2).mean(), "parts": x.chunk(2, -1), "name": "block", "rate": 0.5}
 
 
-def closed(factor: float) -> nn.Module:
+def closure_model(factor: float) -> nn.Module:
     class Closed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -92,8 +93,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
     "block": lambda: (Block(), BATCH, {}),
     "evaluation": lambda: (Block().eval(), BATCH, {"inference": True}),
     "bf16": lambda: (Block(), BATCH, {"precision": "bf16"}),
-    "closure": lambda: (closed(2.0), (BATCH, True), {}),
-    "gradient of an input": lambda: (closed(2.0), BATCH.clone().requires_grad_(), {}),
+    "closure": lambda: (closure_model(2.0), (BATCH, True), {}),
+    "gradient of an input": lambda: (closure_model(2.0), BATCH.clone().requires_grad_(), {}),
     "folded": lambda: (*llama(), {}),
     "experts": lambda: (*mixtral(), {}),
 }
@@ -107,10 +108,10 @@ def trace_of(model: nn.Module, batch: Any, *, cached: bool = True, **options: An
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hit_is_the_capture(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_capture_equals_the_capture(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, options = CASES[case]()
     first = trace_of(model, batch, **options)
-    monkeypatch.setattr(cached_captures, "capture", None)  # is not called
+    monkeypatch.setattr(cached_captures, "capture", None)  # must not be called
     second = trace_of(model, batch, **options)
     assert_same_trace(first, second)
     assert first.graph is not second.graph
@@ -131,13 +132,13 @@ def _names(trace: Trace) -> Any:
     storages: dict[int, int] = {}
     for node in trace.graph.nodes:
         values = node.meta.get("val")
-        found = values if isinstance(values, tuple) else (values,)
+        tensors = values if isinstance(values, tuple) else (values,)
         yield (
             node.name,
             sorted(node.meta),
             [
                 (v.storage_offset(), storages.setdefault(v.untyped_storage()._cdata, len(storages)))
-                for v in found
+                for v in tensors
                 if isinstance(v, torch.Tensor)
             ],
         )
@@ -164,10 +165,10 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
     ],
     ids=lambda change: "-".join(change),
 )
-def test_another_request_does_not_capture_again(
+def test_changed_planning_options_do_not_capture_again(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = closed(2.0)
+    model = closure_model(2.0)
     request = {"mesh": autopar.Mesh({"gpu": 2}), "hardware": "h100-sxm"}
     autopar.plan(model, **request, example_inputs=BATCH)  # type: ignore[arg-type]
     fresh = autopar.plan(model, **{**request, **change}, example_inputs=BATCH, cache=False)
@@ -176,13 +177,13 @@ def test_another_request_does_not_capture_again(
     assert plan.dumps() == fresh.dumps()
 
 
-def test_microbatches_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_microbatches_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     request: dict[str, Any] = {
         "hardware": "h100-sxm",
         "example_inputs": torch.zeros(8, 8),
         "num_microbatches": 4,
     }
-    model = closed(2.0)
+    model = closure_model(2.0)
     autopar.plan(model, autopar.Mesh({"gpu": 2}), **request)
     monkeypatch.setattr(cached_captures, "capture", refuse)
     plan = autopar.plan(model, autopar.Mesh({"gpu": 2}), **request, optimizer="sgd")
@@ -190,50 +191,50 @@ def test_microbatches_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.pipeline.num_microbatches == 4
 
 
-def packed() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model with a cache of keys and values among its results."""
+def packed_llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a model whose outputs include a cache of keys and values."""
     model, batch = llama()
     positions = torch.cat([torch.arange(5), torch.arange(11)]).expand(4, 16).clone()
     return model, {**batch, "position_ids": positions}
 
 
-def test_another_process_reads_results_of_a_type_that_captures_register(
+def test_another_process_loads_output_types_registered_by_a_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, batch = packed()
+    model, batch = packed_llama()
     first = trace_of(model, batch)
     assert "autopar.EmptyCache" in pytree.treespec_dumps(first.out_spec)
     monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "autopar.EmptyCache")
     hugging_face._empty_cache.cache_clear()
-    pytree.treespec_loads.cache_clear()  # torch keeps the specs that it has read
+    pytree.treespec_loads.cache_clear()  # torch caches loaded specs
     monkeypatch.setattr(cached_captures, "capture", refuse)
     assert_same_trace(first, trace_of(model, batch))
 
 
-def test_results_of_a_type_that_is_not_registered_are_captured_again(
+def test_model_with_an_unregistered_output_type_is_captured_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unregistered(text: str) -> Any:
+    def raise_unregistered(text: str) -> Any:
         raise NotImplementedError("Deserializing tests.Pair in pytree is not registered.")
 
-    model = closed(2.0)
+    model = closure_model(2.0)
     first = trace_of(model, BATCH)
-    monkeypatch.setattr(trace_json, "treespec_loads", unregistered)
+    monkeypatch.setattr(trace_json, "treespec_loads", raise_unregistered)
     with caplog.at_level(logging.DEBUG, "autopar"):
         assert_same_trace(first, trace_of(model, BATCH))
     assert "a structure of inputs or outputs cannot be read" in caplog.text
 
 
-def test_other_shapes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = closed(2.0)
+def test_other_input_shapes_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = closure_model(2.0)
     trace_of(model, BATCH)
     monkeypatch.setattr(cached_captures, "capture", refuse)
     with pytest.raises(AssertionError, match="captured again"):
         trace_of(model, torch.zeros(2, 8))
 
 
-def test_checks_capture_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = closed(2.0)
+def test_check_does_not_use_the_cached_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = closure_model(2.0)
     mesh = autopar.Mesh({"gpu": 2})
     plan = autopar.plan(model, mesh, example_inputs=BATCH, hardware="h100-sxm")
     monkeypatch.setattr(cached_captures, "capture", refuse)
@@ -241,11 +242,11 @@ def test_checks_capture_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         autopar.check(plan, model, BATCH)
 
 
-def test_a_second_compile_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_compile_does_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for turn in range(2):
         torch.manual_seed(0)
-        model = closed(2.0)
+        model = closure_model(2.0)
         module = autopar.compile(model, example_inputs=torch.ones(4, 8), hardware="cpu-gloo")
         loss = module(torch.ones(4, 8))
         loss.backward()
@@ -258,7 +259,7 @@ def test_a_second_compile_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(losses[1][0], plain.detach())
 
 
-def test_a_compiled_module_still_watches_what_the_capture_read(
+def test_module_from_a_cached_capture_still_checks_external_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     factor = 2.0
@@ -271,29 +272,29 @@ def test_a_compiled_module_still_watches_what_the_capture_read(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.one(x).sum() * factor
 
-    told = []
+    results = []
     for _ in range(2):
         torch.manual_seed(0)
         factor = 2.0
         module = autopar.compile(Watched(), example_inputs=BATCH, hardware="cpu-gloo")
         factor = 3.0
         try:
-            told.append(str(module(BATCH).item()))
+            results.append(str(module(BATCH).item()))
         except autopar.AutoparError as error:
-            told.append(error.what)
-    assert told[0] == told[1]
+            results.append(error.what)
+    assert results[0] == results[1]
 
 
-def test_a_damaged_capture_is_reported_and_made_again(
+def test_damaged_capture_is_logged_and_replaced(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = closed(2.0)
+    model = closure_model(2.0)
     first = trace_of(model, BATCH)
     (file,) = folder.iterdir()
     head, beside, text = file.read_text().rpartition("\n")[0].split("\n", 2)
     data = json.loads(text)
     nothing = [["tuple"]] * 3
-    for broken in (
+    for damaged in (
         {**data, "nodes": data["nodes"][1:]},
         {**data, "in_spec": "[]"},
         {key: value for key, value in data.items() if key != "fakes"},
@@ -304,12 +305,12 @@ def test_a_damaged_capture_is_reported_and_made_again(
     ):
         warn_once.cache_clear()
         caplog.clear()
-        store.write_entry(file.stem, f"{head}\n{beside}\n{json.dumps(broken)}")
+        store.write_entry(file.stem, f"{head}\n{beside}\n{json.dumps(damaged)}")
         assert_same_trace(first, trace_of(model, BATCH))
         assert "a cache entry is not used and will be replaced" in caplog.text
 
 
-def test_what_has_no_written_form_is_captured_each_time(
+def test_capture_that_cannot_be_serialized_is_not_cached(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def opaque(*_: Any) -> Any:
@@ -319,6 +320,6 @@ def test_what_has_no_written_form_is_captured_each_time(
 
     monkeypatch.setattr(entries, "trace_to_json", opaque)
     with caplog.at_level(logging.DEBUG, "autopar"):
-        trace_of(closed(2.0), BATCH)
+        trace_of(closure_model(2.0), BATCH)
     assert "the capture is not cached: it cannot be written" in caplog.text
     assert store.entries() == ()

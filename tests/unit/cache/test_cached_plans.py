@@ -1,5 +1,5 @@
-"""A plan from the cache is the plan that planning gives, byte for byte; it is not used once
-anything that planning read has changed."""
+"""A cached plan equals the planned plan byte for byte. It is not used after a change of anything
+that planning read."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ TINY = 'llama:{"hidden_size":32,"intermediate_size":64,"num_hidden_layers":2,"vo
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AUTOPAR_CACHE")
-    monkeypatch.setattr(origin, "_STARTED", float("inf"))  # sources may be edited during tests
+    monkeypatch.setattr(origin, "_STARTED", float("inf"))  # sources may change while the tests run
     warn_once.cache_clear()
     return tmp_path / "cache" / "entries"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def captures() -> None:
-    """Each capture is traced: what others of the process read is not what this model holds."""
+    """Trace at each capture, since a shared capture may have read values of another model."""
 
 
 class Net(nn.Module):
@@ -74,15 +74,15 @@ def is_hit(*args: Any, **more: Any) -> bool:
 
 
 def plans() -> int:
-    """The number of cached plans."""
+    """Return the number of cached plans."""
     return sum('"kind": "plan"' in entry.path.read_text() for entry in store.entries())
 
 
-def test_a_hit_is_the_plan_that_planning_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_plan_equals_the_planned_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     first = autopar.plan(Net(), MESH, example_inputs=BATCH, hardware="cpu-gloo")
     assert plans() == 1
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "plan_call", None)  # is not called
+        patch.setattr(planning, "plan_call", None)  # must not be called
         second = autopar.plan(Net(), MESH, example_inputs=BATCH, hardware="cpu-gloo")
     without = autopar.plan(Net(), MESH, example_inputs=BATCH, hardware="cpu-gloo", cache=False)
     assert first.dumps() == second.dumps() == without.dumps()
@@ -102,7 +102,7 @@ autopar.plan(model, {{"gpu": 2}}, example_inputs=batch, hardware="h100-sxm").sav
 
 
 @pytest.mark.slow
-def test_another_process_finds_the_plan_of_a_transformers_model(tmp_path: Path) -> None:
+def test_another_process_loads_the_cached_plan_of_a_transformers_model(tmp_path: Path) -> None:
     program = PROGRAM.format(spec=TINY)
     model, batch = hf.build(TINY, batch=4, seq=16)
     here = autopar.plan(model, {"gpu": 2}, example_inputs=batch, hardware="h100-sxm", cache=False)
@@ -112,13 +112,13 @@ def test_another_process_finds_the_plan_of_a_transformers_model(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_processes_that_plan_at_once_agree(tmp_path: Path) -> None:
+def test_concurrent_processes_give_the_same_plan(tmp_path: Path) -> None:
     program = PROGRAM.format(spec=TINY)
-    started = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", program, "any", str(tmp_path / name)])
         for name in "ab"
     ]
-    assert [process.wait() for process in started] == [0, 0]
+    assert [process.wait() for process in processes] == [0, 0]
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
     assert plans() == 1
 
@@ -146,97 +146,103 @@ def test_processes_that_plan_at_once_agree(tmp_path: Path) -> None:
     ],
     ids=lambda change: "-".join(change),
 )
-def test_another_request_is_another_entry(change: dict[str, Any]) -> None:
+def test_changed_request_gives_another_cache_entry(change: dict[str, Any]) -> None:
     find(Net())
     assert is_hit(Net())
     assert not is_hit(Net(), **change)
     assert is_hit(Net(), **change)
 
 
-def test_every_option_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that is added later cannot be forgotten: the key has all fields."""
-    seen: list[Any] = []
+def test_key_contains_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has all fields of the options, including fields that are added later."""
+    keys: list[Any] = []
     monkeypatch.setattr(
         planning.Key,
         "of",
-        lambda *given: seen.append(given[-1]) or (_ for _ in ()).throw(planning.Opaque("seen")),
+        lambda *arguments: (
+            keys.append(arguments[-1]) or (_ for _ in ()).throw(planning.Opaque("seen"))
+        ),
     )
     find(Net())
-    asked = seen[0][2]
-    assert set(asked) == set(planning.OPTIONS) - {"cache"}
+    options = keys[0][2]
+    assert set(options) == set(planning.OPTIONS) - {"cache"}
 
 
-def test_every_figure_of_the_hardware_is_in_the_key(tmp_path: Path) -> None:
+def test_key_contains_the_figures_of_the_hardware(tmp_path: Path) -> None:
     data = autopar.HardwareProfile.read("h100-sxm")
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**data, "name": "mine"}))
     find(Net(), hardware=str(file))
     assert is_hit(Net(), hardware=str(file))
     figure = data["launch_overhead_s"]
-    changed = {**data, "name": "mine", "launch_overhead_s": {**figure, "value": 1e-3}}
-    file.write_text(json.dumps(changed))
+    edited = {**data, "name": "mine", "launch_overhead_s": {**figure, "value": 1e-3}}
+    file.write_text(json.dumps(edited))
     assert not is_hit(Net(), hardware=str(file))
 
 
-def test_an_edited_source_is_planned_again(tmp_path: Path) -> None:
+def test_model_with_edited_source_is_planned_again(tmp_path: Path) -> None:
     find(*load(tmp_path).make())
     assert is_hit(*load(tmp_path).make())
     for before, after in (("loss.mean()", "loss.sum()"), ("self.scale = 1.5", "self.scale = 2.5")):
         assert not is_hit(*load(tmp_path, SOURCE.replace(before, after)).make())
 
 
-def test_warnings_of_planning_are_given_again(caplog: pytest.LogCaptureFixture) -> None:
-    told = []
+def test_warnings_of_planning_are_repeated_for_a_cached_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warnings = []
     for turn in range(2):
         caplog.clear()
         model = Net().requires_grad_(False)
         assert is_hit(model) == (turn == 1)
-        told.append([(r.levelno, r.message) for r in caplog.records if r.levelno > logging.INFO])
-    assert told[0] == told[1]
-    assert "planning inference" in told[0][0][1]
+        warnings.append(
+            [(r.levelno, r.message) for r in caplog.records if r.levelno > logging.INFO]
+        )
+    assert warnings[0] == warnings[1]
+    assert "planning inference" in warnings[0][0][1]
 
 
-def test_a_plan_that_a_time_limit_ended_is_not_cached() -> None:
-    found = find(Net(), time_limit_s=1e-6)
-    assert found.planned is not None
+def test_plan_of_a_search_stopped_by_a_time_limit_is_not_cached() -> None:
+    result = find(Net(), time_limit_s=1e-6)
+    assert result.planned is not None
     assert plans() == 0
 
 
-def test_the_best_plan_so_far_of_an_interrupted_search_is_not_cached(
+def test_best_plan_of_an_interrupted_search_is_not_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(search: ShapeSearch, mesh: autopar.Mesh, found: Planned) -> None:
-        add(search, mesh, found)
+    def add_and_interrupt(search: ShapeSearch, mesh: autopar.Mesh, planned: Planned) -> None:
+        add(search, mesh, planned)
         search.budget.unlimited().interrupt()
 
     add = ShapeSearch.add
-    monkeypatch.setattr(ShapeSearch, "add", end)
+    monkeypatch.setattr(ShapeSearch, "add", add_and_interrupt)
     assert not is_hit(Net())
     assert plans() == 0
 
 
-def test_other_solvers_are_not_cached() -> None:
+def test_plans_of_other_solvers_are_not_cached() -> None:
     assert not is_hit(Net(), solver="cbc")
     assert plans() == 0
 
 
-def test_a_damaged_entry_is_reported_removed_and_made_again(
+def test_damaged_entry_is_logged_and_replaced(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     find(Net())
     (file,) = (f for f in folder.iterdir() if '"kind": "plan"' in f.read_text())
     body = file.read_bytes().rpartition(b"\n")[0]
-    for broken in (body.replace(b'"kind": "compute"', b'"kind": 7', 1), b"{}", b"{}\n{}\n{}"):
+    for damaged in (body.replace(b'"kind": "compute"', b'"kind": 7', 1), b"{}", b"{}\n{}\n{}"):
         warn_once.cache_clear()
         caplog.clear()
-        store.write_entry(file.stem, broken.decode())
+        store.write_entry(file.stem, damaged.decode())
         assert not is_hit(Net())
         assert "a cache entry is not used and will be replaced" in caplog.text
         assert is_hit(Net())
 
 
 # --------------------------------------------------------------------------------------------------
-# What a capture reads beyond the key.
+# Captures that read more than the key.
 
 
 class ReadsBuffer(nn.Module):
@@ -286,7 +292,7 @@ class OwnOp(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_depends_on_more_than_the_key_is_not_cached(
+def test_model_that_depends_on_more_than_the_key_is_not_cached(
     model: nn.Module, batch: Any, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "autopar"):
@@ -309,7 +315,7 @@ def hidden(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def test_functions_that_only_the_capture_finds_are_not_cached(
+def test_model_with_functions_outside_the_key_is_not_cached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.DEBUG, "autopar"):
@@ -318,7 +324,7 @@ def test_functions_that_only_the_capture_finds_are_not_cached(
     assert plans() == 0
 
 
-def test_functions_in_containers_are_followed() -> None:
+def test_key_covers_functions_in_containers() -> None:
     table: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"hidden": hidden}
 
     class Registered(nn.Module):
@@ -335,16 +341,16 @@ def test_functions_in_containers_are_followed() -> None:
     assert not is_hit(Registered())
 
 
-class PlannedAnewError(Exception):
+class PlannedAgainError(Exception):
     pass
 
 
 def refuse_to_plan(*args: Any, **kwargs: Any) -> Any:
-    raise PlannedAnewError
+    raise PlannedAgainError
 
 
 @pytest.mark.slow
-def test_functions_of_a_library_that_the_user_replaces_are_not_those_of_an_entry(
+def test_model_with_replaced_library_functions_is_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers import masking_utils
@@ -355,28 +361,28 @@ def test_functions_of_a_library_that_the_user_replaces_are_not_those_of_an_entry
     find(model, batch)
     assert is_hit(model, batch)
 
-    def mine(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError
 
     changes: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
-        lambda patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", mine),
-        lambda patch: patch.setattr(sdpa_attention, "repeat_kv", mine),
-        lambda patch: patch.setattr(modeling_llama.LlamaRMSNorm, "forward", mine),
-        lambda patch: patch.setattr(masking_utils, "create_causal_mask", mine),
-        lambda patch: patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", mine),
+        lambda patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", replacement),
+        lambda patch: patch.setattr(sdpa_attention, "repeat_kv", replacement),
+        lambda patch: patch.setattr(modeling_llama.LlamaRMSNorm, "forward", replacement),
+        lambda patch: patch.setattr(masking_utils, "create_causal_mask", replacement),
+        lambda patch: patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", replacement),
         lambda patch: patch.setattr(sdpa_attention, "_is_torch_npu_available", True),
     )
     for change in changes:
         with monkeypatch.context() as patch:
             change(patch)
             patch.setattr(planning, "plan_call", refuse_to_plan)
-            with pytest.raises(PlannedAnewError):
+            with pytest.raises(PlannedAgainError):
                 is_hit(model, batch)
     assert is_hit(model, batch)
 
 
 @pytest.mark.slow
-def test_a_file_of_a_library_that_changed_is_not_that_of_an_entry(
+def test_model_with_a_changed_library_file_is_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from autopar.cache import manifest
@@ -385,26 +391,26 @@ def test_a_file_of_a_library_that_changed_is_not_that_of_an_entry(
     find(model, batch)
     digest = manifest.file_digest
 
-    def edited(file: str) -> str:
+    def edited_digest(file: str) -> str:
         return "edited" if file.endswith("modeling_llama.py") else digest(file)
 
-    monkeypatch.setattr(manifest, "file_digest", edited)
+    monkeypatch.setattr(manifest, "file_digest", edited_digest)
     assert not is_hit(model, batch)
 
 
 # --------------------------------------------------------------------------------------------------
-# compile, and the command line.
+# `compile` and the command line.
 
 
-def test_compile_runs_the_cached_plan() -> None:
+def test_compile_uses_the_cached_plan() -> None:
     losses = []
     for _ in range(2):
         torch.manual_seed(0)
         model = Net()
-        compiled = autopar.compile(model, example_inputs=torch.ones(4, 8), hardware="cpu-gloo")
-        loss = compiled(torch.ones(4, 8))
+        module = autopar.compile(model, example_inputs=torch.ones(4, 8), hardware="cpu-gloo")
+        loss = module(torch.ones(4, 8))
         loss.backward()
-        losses.append((loss.item(), compiled.plan.hash))
+        losses.append((loss.item(), module.plan.hash))
     assert losses[0] == losses[1]
     torch.manual_seed(0)
     assert losses[0][0] == pytest.approx(Net()(torch.ones(4, 8)).item(), rel=1e-6)
@@ -418,7 +424,7 @@ def run(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_line_says_where_a_plan_is_from(tmp_path: Path) -> None:
+def test_command_line_prints_the_origin_of_a_plan(tmp_path: Path) -> None:
     command = ("plan", "--hf", TINY, "--mesh", "gpu=2", "--batch", "4", "--seq", "16", "--out")
     first, second, third = (str(tmp_path / name) for name in "abc")
     assert "planned in" in run(*command, first)
@@ -428,7 +434,7 @@ def test_the_command_line_says_where_a_plan_is_from(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
-def test_the_command_line_lists_and_clears_the_cache(folder: Path) -> None:
+def test_command_line_lists_and_clears_the_cache(folder: Path) -> None:
     assert "entries: 0" in run("cache", "info")
     find(Net())
     assert f"folder: {folder}" in run("cache", "info")

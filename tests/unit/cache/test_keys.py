@@ -1,5 +1,5 @@
-"""The key of a plan covers all that planning reads: whatever changes there changes the key, in
-every process, and what cannot be compared has no key."""
+"""The key of a plan covers everything that planning reads. It is the same in all processes. Models
+with objects that cannot be compared have no key."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def key_of_source(folder: Path, source: str = SOURCE) -> str:
 
 
 @pytest.mark.slow
-def test_equal_sources_have_equal_keys_in_every_process(tmp_path: Path) -> None:
+def test_equal_sources_have_equal_keys_in_different_processes(tmp_path: Path) -> None:
     assert key_of_source(tmp_path) == key_of_source(tmp_path)
     program = (
         "import sys, cached_net; from autopar.cache.entries import Key;"
         " model, args = cached_net.make(); print(Key.of('plan', model, args, {}, ()).text)"
     )
-    found = {
+    keys = {
         subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {program}"],
             check=True,
@@ -49,7 +49,7 @@ def test_equal_sources_have_equal_keys_in_every_process(tmp_path: Path) -> None:
         ).stdout.strip()
         for _ in range(2)
     }
-    assert len(found) == 1
+    assert len(keys) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,12 @@ def test_equal_sources_have_equal_keys_in_every_process(tmp_path: Path) -> None:
         ("class Net(Base):", "\nclass Net(Base):"),
     ],
 )
-def test_what_is_changed_changes_the_key(tmp_path: Path, before: str, after: str) -> None:
+def test_relevant_changes_of_the_source_change_the_key(
+    tmp_path: Path, before: str, after: str
+) -> None:
     assert SOURCE.count(before) == 1
-    changed = SOURCE.replace(before, after)
-    assert key_of_source(tmp_path, changed) != key_of_source(tmp_path)
+    edited = SOURCE.replace(before, after)
+    assert key_of_source(tmp_path, edited) != key_of_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +102,12 @@ def test_what_is_changed_changes_the_key(tmp_path: Path, before: str, after: str
         ("def make():", "def make():  # not a part of the model"),
     ],
 )
-def test_what_planning_does_not_read_does_not_change_the_key(
+def test_irrelevant_changes_of_the_source_do_not_change_the_key(
     tmp_path: Path, before: str, after: str
 ) -> None:
-    changed = SOURCE.replace(before, after)
-    assert changed != SOURCE
-    assert key_of_source(tmp_path, changed) == key_of_source(tmp_path)
+    edited = SOURCE.replace(before, after)
+    assert edited != SOURCE
+    assert key_of_source(tmp_path, edited) == key_of_source(tmp_path)
 
 
 class Plain(nn.Module):
@@ -154,7 +156,7 @@ def _nothing(model: Any) -> None:
     pass
 
 
-def test_structures_have_keys_of_their_own() -> None:
+def test_models_with_different_structures_have_different_keys() -> None:
     changes: tuple[Callable[[Any], None], ...] = (
         _nothing,
         _tie,
@@ -166,44 +168,44 @@ def test_structures_have_keys_of_their_own() -> None:
         _freeze,
         _replace_forward,
     )
-    found = []
+    keys = []
     for change in changes:
         model = Plain()
         change(model)
-        found.append(key(model))
-    assert len(set(found)) == len(changes)
+        keys.append(key(model))
+    assert len(set(keys)) == len(changes)
 
 
-def test_what_torch_is_set_to_changes_the_key() -> None:
-    model, found = Plain(), []
-    found.append(key(model))
+def test_global_settings_of_torch_change_the_key() -> None:
+    model, keys = Plain(), []
+    keys.append(key(model))
     with torch.autocast("cpu", torch.bfloat16):
-        found.append(key(model))
+        keys.append(key(model))
     with torch.no_grad():
-        found.append(key(model))
+        keys.append(key(model))
     torch.set_default_dtype(torch.float64)
     try:
-        found.append(key(model))
+        keys.append(key(model))
     finally:
         torch.set_default_dtype(torch.float32)
     with torch._dynamo.config.patch(inline_inbuilt_nn_modules=True, capture_scalar_outputs=True):
-        found.append(key(model))
-    assert len(set(found)) == len(found)
-    assert key(model) == found[0]
+        keys.append(key(model))
+    assert len(set(keys)) == len(keys)
+    assert key(model) == keys[0]
 
 
-def test_ranks_that_give_no_warnings_have_entries_of_their_own(
+def test_ranks_without_warnings_have_separate_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = []
+    keys = []
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("RANK", rank)
-        found.append(key(Plain()))
+        keys.append(key(Plain()))
     monkeypatch.delenv("RANK")
-    assert key(Plain()) == found[0] != found[1] == found[2]
+    assert key(Plain()) == keys[0] != keys[1] == keys[2]
 
 
-def test_functions_in_the_place_of_torchs_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_torch_functions_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(Plain())
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight)
@@ -214,7 +216,7 @@ def test_functions_in_the_place_of_torchs_change_the_key(monkeypatch: pytest.Mon
     assert key(Plain()) == before
 
 
-def test_structures_of_inputs_have_keys_of_their_own() -> None:
+def test_inputs_with_different_structures_have_different_keys() -> None:
     x, y = torch.zeros(4, 8), torch.zeros(4, 8)
     calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
         ((x,), {}),
@@ -228,8 +230,8 @@ def test_structures_of_inputs_have_keys_of_their_own() -> None:
         ((x, 1.0), {}),
         ((x.to("meta"),), {}),
     )
-    found = {key(Plain(), args, **kwargs) for args, kwargs in calls}
-    assert len(found) == len(calls)
+    keys = {key(Plain(), args, **kwargs) for args, kwargs in calls}
+    assert len(keys) == len(calls)
     assert key(Plain(), (x,)) == key(Plain(), (torch.rand(4, 8),))
 
 
@@ -268,14 +270,16 @@ def _tensor_hook(model: Any) -> None:
         (_tensor_hook, "tensor with hooks"),
     ],
 )
-def test_what_cannot_be_compared_has_no_key(change: Callable[[Any], None], complaint: str) -> None:
+def test_models_with_incomparable_objects_have_no_key(
+    change: Callable[[Any], None], complaint: str
+) -> None:
     model = Plain()
     change(model)
     with pytest.raises(Opaque, match=complaint):
         key(model)
 
 
-def test_modes_and_hooks_of_all_modules_have_no_key() -> None:
+def test_function_modes_and_global_hooks_prevent_a_key() -> None:
     with torch.device("cpu"), pytest.raises(Opaque, match="a torch function mode"):
         key(Plain())
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out)
@@ -286,7 +290,7 @@ def test_modes_and_hooks_of_all_modules_have_no_key() -> None:
         handle.remove()
 
 
-def test_a_module_that_forward_imports_has_to_be_loaded(tmp_path: Path) -> None:
+def test_module_imported_in_forward_must_already_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "cached_help.py").write_text("def double(x):\n    return x * 2\n")
     source = SOURCE.replace(
         "    return loss.mean()",
@@ -322,8 +326,8 @@ class Slotted:
         self.shown, self.__hidden = shown, hidden
 
 
-def test_objects_count_by_all_that_they_hold() -> None:
-    held: tuple[Any, ...] = (
+def test_objects_are_compared_by_their_full_contents() -> None:
+    objects: tuple[Any, ...] = (
         {"a": 1},
         Sizes(a=1),
         Sizes(a=2),
@@ -357,11 +361,11 @@ def test_objects_count_by_all_that_they_hold() -> None:
         math.inf,
     )
     keys = []
-    for value in held:
+    for value in objects:
         model = Plain()
         model.held = value
         keys.append(key(model))
-    assert len(set(keys)) == len(held)
+    assert len(set(keys)) == len(objects)
     sizes = Sizes(a=1)
     sizes.more = 1  # type: ignore[attr-defined]
     model = Plain()

@@ -1,4 +1,4 @@
-"""Entries on disk: private to their user, whole or not there, and limited in size."""
+"""Entries on disk: private to their user, written atomically, and limited in size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "entries"
 
 
-def test_what_is_written_is_read(folder: Path) -> None:
+def test_written_entry_is_read_back_and_private(folder: Path) -> None:
     assert store.read_entry(KEY) is None
     assert store.write_entry(KEY, "the plan\nin lines\n")
     assert store.read_entry(KEY) == "the plan\nin lines\n"
@@ -35,15 +35,15 @@ def test_what_is_written_is_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["shortened", "changed", "emptied"])
-def test_a_damaged_file_is_reported_once_and_removed(
+def test_damaged_file_is_logged_once_and_removed(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     file = folder / f"{KEY}.json"
     for _ in range(2):
         store.write_entry(KEY, "the plan")
         data = file.read_bytes()
-        changed = {"shortened": data[:-1], "changed": b"T" + data[1:], "emptied": b""}[damage]
-        file.write_bytes(changed)
+        damaged = {"shortened": data[:-1], "changed": b"T" + data[1:], "emptied": b""}[damage]
+        file.write_bytes(damaged)
         assert store.read_entry(KEY) is None
         assert not file.exists()
     assert [r.message for r in caplog.records] == [
@@ -52,7 +52,7 @@ def test_a_damaged_file_is_reported_once_and_removed(
 
 
 @needs_root
-def test_a_file_of_another_user_is_removed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_of_another_user_is_removed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store.write_entry(KEY, "the plan")
     os.chown(folder / f"{KEY}.json", 12345, -1)
     assert store.read_entry(KEY) is None
@@ -60,19 +60,17 @@ def test_a_file_of_another_user_is_removed(folder: Path, caplog: pytest.LogCaptu
 
 
 @needs_root
-def test_a_folder_of_another_user_is_left_alone(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_of_another_user_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store.write_entry(KEY, "the plan")
     os.chown(folder, 12345, -1)
     assert store.read_entry(KEY) is None
     assert "is not used for cached plans and captures" in caplog.text
     store.write_entry(OTHER, "another")
-    assert store.read_entry(OTHER) == "another", "this process has a folder of its own"
+    assert store.read_entry(OTHER) == "another", "the process uses a private folder"
     assert [p.name for p in folder.iterdir()] == [f"{KEY}.json"]
 
 
-def test_a_folder_that_others_can_write_to_is_left_alone(
+def test_folder_writable_by_others_is_not_used(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.write_entry(KEY, "the plan")
@@ -81,7 +79,7 @@ def test_a_folder_that_others_can_write_to_is_left_alone(
     assert "other users can write to" in caplog.text
 
 
-def test_the_entries_that_were_not_used_for_longest_are_removed_first(
+def test_least_recently_used_entries_are_removed_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["a" * 64, "b" * 64, "c" * 64]
@@ -92,10 +90,12 @@ def test_the_entries_that_were_not_used_for_longest_are_removed_first(
     store.read_entry(keys[0])
     monkeypatch.setattr(store, "MAX_BYTES", 3500)
     store.write_entry("d" * 64, "x" * 1000)
-    assert {e.path.stem[0] for e in store.entries()} == {"a", "c", "d"}, "b was used before all"
+    assert {e.path.stem[0] for e in store.entries()} == {"a", "c", "d"}, (
+        "b is the least recently used entry"
+    )
 
 
-def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
+def test_partial_file_of_a_killed_process_is_removed(folder: Path) -> None:
     store.write_entry(KEY, "the plan")
     old, new = folder / "old.part", folder / "new.part"
     for part in (old, new):
@@ -107,7 +107,7 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "rules"])
-def test_the_environment_turns_the_cache_off(
+def test_environment_variable_disables_the_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     store.write_entry(KEY, "the plan")
@@ -119,7 +119,7 @@ def test_the_environment_turns_the_cache_off(
     assert store.read_entry(OTHER) is None
 
 
-def test_the_folder_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert store.entry_folder() == Path("/somewhere/autopar/entries")
@@ -139,7 +139,7 @@ for turn in range(200):
 """
 
 
-def test_processes_that_write_the_same_entry_read_whole_ones() -> None:
+def test_concurrent_writers_of_an_entry_read_complete_entries() -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, each], stderr=subprocess.PIPE, text=True)
         for each in "xyz"
@@ -147,7 +147,7 @@ def test_processes_that_write_the_same_entry_read_whole_ones() -> None:
     assert [writer.communicate()[1] for writer in writers] == ["", "", ""]
 
 
-def test_clear_removes_all(folder: Path) -> None:
+def test_clear_removes_all_entries(folder: Path) -> None:
     assert store.clear() == (0, 0)
     for key in (KEY, OTHER):
         store.write_entry(key, "the plan")

@@ -1,5 +1,5 @@
-"""Checkpoints on one process: which there are, what is refused, and that a refusal changes
-nothing."""
+"""Checkpoints on one process: which are kept and which are refused. A refusal has no side
+effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
 
 class Net(nn.Module):
-    """Half of it has no gradient until `both` is set, as a part that is trained later."""
+    """Two linear layers and a loss."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x))).pow(2).mean()
 
 
-def compiled(width: int = 8) -> Any:
+def compile_net(width: int = 8) -> Any:
     torch.manual_seed(0)
     return autopar.compile(Net(width), example_inputs=BATCH, hardware="cpu-gloo")
 
@@ -52,9 +52,9 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, float]:
-    """A run's folder after three steps, and the loss of the next."""
-    module = compiled()
+def saved_run(tmp_path: Path) -> tuple[Path, float]:
+    """Return the folder of a run after three steps, and the loss of the fourth step."""
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     checkpoints = autopar.Checkpoints(tmp_path / "run")
     assert checkpoints.load(module, optimizer) == 0 and not optimizer.state
@@ -66,41 +66,41 @@ def saved(tmp_path: Path) -> tuple[Path, float]:
 
 
 @pytest.mark.slow
-def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(
-    saved: tuple[Path, float],
+def test_newest_complete_checkpoints_are_kept_and_partial_ones_ignored(
+    saved_run: tuple[Path, float],
 ) -> None:
-    folder, wanted = saved
+    folder, expected_loss = saved_run
     (folder / "step_000000002.part").mkdir()
     (folder / "step_000000009.part").mkdir()
     (folder / "notes").mkdir()
     checkpoints = autopar.Checkpoints(folder)
     assert checkpoints.steps() == (2, 3)
-    module = compiled()
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     assert checkpoints.load(module, optimizer) == 3
-    assert optimizer.param_groups[0]["lr"] == 0.1, "the run's own rate"
-    assert step(module, optimizer) == wanted
-    again = autopar.compile(
+    assert optimizer.param_groups[0]["lr"] == 0.1, "the learning rate is loaded"
+    assert step(module, optimizer) == expected_loss
+    from_plan = autopar.compile(
         Net(), example_inputs=BATCH, plan=folder / "step_000000003" / "plan.json"
     )
-    assert again.plan.hash == module.plan.hash, "with what it was saved of"
+    assert from_plan.plan.hash == module.plan.hash, "the saved plan is the plan of the module"
 
 
 @pytest.mark.slow
-def test_a_step_that_is_saved_again_takes_the_place_of_the_first(saved: tuple[Path, float]) -> None:
-    folder, _ = saved
-    module, checkpoints = compiled(), autopar.Checkpoints(folder)
+def test_saving_a_step_again_replaces_its_checkpoint(saved_run: tuple[Path, float]) -> None:
+    folder, _ = saved_run
+    module, checkpoints = compile_net(), autopar.Checkpoints(folder)
     checkpoints.save(3, module)
-    other = compiled()
+    other = compile_net()
     assert checkpoints.steps() == (2, 3) and checkpoints.load(other) == 3
     assert all(torch.equal(values(other)[name], value) for name, value in values(module).items())
     assert not list(folder.glob("*.old")) and not list(folder.glob("*.part"))
 
 
-def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path, float]) -> None:
-    folder, _ = saved
+def test_checkpoint_renamed_to_another_step_is_refused(saved_run: tuple[Path, float]) -> None:
+    folder, _ = saved_run
     (folder / "step_000000003").rename(folder / "step_000000007")
-    module, checkpoints = compiled(), autopar.Checkpoints(folder)
+    module, checkpoints = compile_net(), autopar.Checkpoints(folder)
     before = values(module)
     with pytest.raises(
         RuntimeStateError, match="step 7 is damaged: it was saved as step 3"
@@ -114,11 +114,11 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path,
 
 
 @pytest.mark.parametrize("case", ["shape", "names", "optimizer", "scheduler", "format"])
-def test_what_does_not_fit_is_refused_and_nothing_changes(
-    saved: tuple[Path, float], case: str
+def test_incompatible_checkpoint_is_refused_without_side_effects(
+    saved_run: tuple[Path, float], case: str
 ) -> None:
-    folder, _ = saved
-    module = compiled(16 if case == "shape" else 8)
+    folder, _ = saved_run
+    module = compile_net(16 if case == "shape" else 8)
     if case == "names":
         torch.manual_seed(0)
         module = autopar.compile(
@@ -146,19 +146,19 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
     assert bool(optimizer.state) == had_state and optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_parameters_that_had_no_gradient_yet_have_no_state_after_loading(tmp_path: Path) -> None:
+def test_parameters_without_gradients_have_no_optimizer_state_after_loading(tmp_path: Path) -> None:
     def parts(module: Any) -> tuple[list[Tensor], list[Tensor]]:
-        named = dict(module.named_parameters())
-        return [named["first.weight"], named["first.bias"]], [
-            named["second.weight"],
-            named["second.bias"],
+        parameters = dict(module.named_parameters())
+        return [parameters["first.weight"], parameters["first.bias"]], [
+            parameters["second.weight"],
+            parameters["second.bias"],
         ]
 
     def optimizer_of(module: Any) -> torch.optim.Optimizer:
         first, second = parts(module)
         return torch.optim.AdamW([{"params": first}, {"params": second, "lr": 0.05}], lr=0.1)
 
-    module, other = compiled(), compiled()
+    module, other = compile_net(), compile_net()
     optimizer, fresh = optimizer_of(module), optimizer_of(other)
     module(**BATCH).backward()
     for p in parts(module)[1]:
@@ -185,47 +185,47 @@ KINDS = (
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
-def test_saving_before_the_first_step_changes_nothing(
+def test_checkpoint_before_the_first_step_does_not_change_training(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    def made(module: Any) -> torch.optim.Optimizer:
-        settled = {
+    def make_optimizer(module: Any) -> torch.optim.Optimizer:
+        copies = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in settings.items()
         }
-        return getattr(torch.optim, kind)(module.parameters(), **{"lr": 0.1, **settled})
+        return getattr(torch.optim, kind)(module.parameters(), **{"lr": 0.1, **copies})
 
-    plain, module, other = compiled(), compiled(), compiled()
-    optimizer, fresh = made(module), made(other)
+    plain, module, other = compile_net(), compile_net(), compile_net()
+    optimizer, fresh = make_optimizer(module), make_optimizer(other)
     autopar.Checkpoints(tmp_path).save(0, module, optimizer)
     assert not optimizer.state and autopar.Checkpoints(tmp_path).load(other, fresh) == 0
     assert not any(fresh.state.values())
-    wanted = made(plain)
+    reference = make_optimizer(plain)
     for _ in range(3):
-        loss = step(plain, wanted)
+        loss = step(plain, reference)
         assert step(module, optimizer) == loss == step(other, fresh)
 
 
 @pytest.mark.parametrize("at", [2, 1])
-def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(
-    saved: tuple[Path, float], at: int
+def test_saving_an_earlier_step_than_existing_ones_is_refused(
+    saved_run: tuple[Path, float], at: int
 ) -> None:
-    folder, _ = saved
+    folder, _ = saved_run
     with pytest.raises(
         RuntimeStateError,
         match=f"step {at} cannot be saved because later steps exist: {'3' if at == 2 else '2, 3'}",
     ):
-        autopar.Checkpoints(folder).save(at, compiled())
+        autopar.Checkpoints(folder).save(at, compile_net())
     assert autopar.Checkpoints(folder).steps() == (2, 3)
     for bad in (-1, 1.5):
         with pytest.raises(RuntimeStateError, match="is not a number of steps"):
-            autopar.Checkpoints(folder).save(bad, compiled())  # type: ignore[arg-type]
+            autopar.Checkpoints(folder).save(bad, compile_net())  # type: ignore[arg-type]
 
 
-def test_a_kill_between_two_names_loses_nothing(
-    saved: tuple[Path, float], monkeypatch: pytest.MonkeyPatch
+def test_interruption_between_two_renames_loses_no_checkpoint(
+    saved_run: tuple[Path, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, wanted = saved
+    folder, expected_loss = saved_run
 
     def rename(self: Path, target: Path) -> Path:
         if self.suffix == ".part":
@@ -235,25 +235,26 @@ def test_a_kill_between_two_names_loses_nothing(
     plain = Path.rename
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
-        autopar.Checkpoints(folder, keep=1).save(3, compiled())
+        autopar.Checkpoints(folder, keep=1).save(3, compile_net())
     monkeypatch.undo()
     assert not (folder / "step_000000003").exists()
-    module = compiled()
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters())
     assert (
         autopar.Checkpoints(folder).load(module, optimizer) == 3
-        and step(module, optimizer) == wanted
+        and step(module, optimizer) == expected_loss
     )
 
 
 class Run:
-    """A run of its own, as in a process of its own, that saves a model with one value in it."""
+    """A separate run, as in a separate process. All values of its model are the length of its
+    name."""
 
     def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.name, self._patch, self.module, self.checkpoints = (
             name,
             monkeypatch,
-            compiled(),
+            compile_net(),
             autopar.Checkpoints(folder, keep=5),
         )
 
@@ -268,12 +269,12 @@ class Run:
             return self.checkpoints.save(at, self.module)
 
     def is_of(self, place: Path) -> bool:
-        """Whether a checkpoint is whole, and what this run saves."""
+        """Return whether a checkpoint is complete and was saved by this run."""
         return read_about(place)[1] == "" and runs_of({0: place}) == {0: self.name}
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
+def test_second_of_two_runs_in_one_folder_is_refused(
     tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Run("first", tmp_path, monkeypatch)
@@ -294,7 +295,7 @@ def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
     assert second.is_of(place) and first.is_of(tmp_path / "step_000000001")
     second.save(3)
     assert first.load() == 3 and first.save(4).is_dir(), (
-        "the one that loads goes on after the other"
+        "a run that loads may continue after the other run"
     )
     with pytest.raises(
         RuntimeStateError, match="step 4 was saved by first, this run is second run"
@@ -302,7 +303,7 @@ def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
         second.save(4)
 
 
-def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(
+def test_run_continues_after_a_crashed_run_and_may_save_its_last_step_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Run("first", tmp_path, monkeypatch).save(1)
@@ -318,7 +319,7 @@ def test_a_run_goes_on_after_one_that_died_and_may_save_its_last_step_again(
 
 @pytest.mark.parametrize("when", ["before its parts", "before its name"])
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
-def test_of_two_runs_that_save_a_step_at_once_one_does(
+def test_one_of_two_runs_that_save_a_step_concurrently_is_refused(
     tmp_path: Path, when: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Run("first", tmp_path, monkeypatch), Run("second run", tmp_path, monkeypatch)
@@ -326,15 +327,15 @@ def test_of_two_runs_that_save_a_step_at_once_one_does(
         first.save(1)
         assert first.load() == second.load() == 1
     owner, name = (dcp, "save") if when == "before its parts" else (Path, "rename")
-    plain, begun = getattr(owner, name), []
+    plain, interruptions = getattr(owner, name), []
 
-    def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        if not begun and (name == "save" or args[0].is_dir()):
-            begun.append(True)
+    def save_concurrently(*args: Any, **kwargs: Any) -> Any:
+        if not interruptions and (name == "save" or args[0].is_dir()):
+            interruptions.append(True)
             second.save(1)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, meanwhile)
+    monkeypatch.setattr(owner, name, save_concurrently)
     with pytest.raises(
         RuntimeStateError, match="step 1 was saved by second run, this run is first"
     ):
@@ -347,7 +348,7 @@ def cut(path: Path) -> None:
 
 
 def flip(path: Path, at: int | None = None) -> None:
-    """One bit, by default in the middle."""
+    """Flip one bit, by default in the middle of the file."""
     content = bytearray(path.read_bytes())
     at = len(content) // 2 if at is None else at
     content[at] ^= 1 << at % 8
@@ -359,12 +360,12 @@ FILES = ("autopar.json", "others.json", "plan.json", "contents.json", "rank_0000
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["gone", "cut", "flipped"])
-def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(
-    saved: tuple[Path, float], file: str, damage: Any
+def test_damaged_checkpoint_is_refused_with_the_previous_step_as_remedy(
+    saved_run: tuple[Path, float], file: str, damage: Any
 ) -> None:
-    folder, _ = saved
+    folder, _ = saved_run
     damage(folder / "step_000000003" / file)
-    module = compiled()
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     before = values(module)
     words = (
@@ -386,10 +387,10 @@ def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(
         ((3, 2, 1), "to start from the beginning: no earlier checkpoint is complete"),
     ],
 )
-def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(
+def test_error_for_damaged_checkpoints_names_the_newest_complete_one(
     tmp_path: Path, damaged: tuple[int, ...], remedy: str
 ) -> None:
-    module, checkpoints = compiled(), autopar.Checkpoints(tmp_path, keep=3)
+    module, checkpoints = compile_net(), autopar.Checkpoints(tmp_path, keep=3)
     for n in (1, 2, 3):
         checkpoints.save(n, module)
     for n in damaged:
@@ -399,8 +400,8 @@ def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(
 
 
 @pytest.mark.slow
-def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> None:
-    place = saved[0] / "step_000000003"
+def test_each_flipped_bit_is_detected(saved_run: tuple[Path, float]) -> None:
+    place = saved_run[0] / "step_000000003"
     assert read_about(place)[1] == ""
     for file in FILES:
         size, whole = (place / file).stat().st_size, (place / file).read_bytes()
@@ -408,7 +409,7 @@ def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> N
             flip(place / file, at)
             try:
                 damage = read_about(place)[1]
-            except RuntimeStateError as refusal:  # in the words that say of which format it is
+            except RuntimeStateError as refusal:  # the bit is in the format field
                 damage = refusal.what if file == "autopar.json" else ""
             assert damage, f"byte {at} of {file}"
             (place / file).write_bytes(whole)
@@ -416,10 +417,10 @@ def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> N
 
 
 @pytest.mark.slow
-def test_what_was_saved_and_is_not_asked_for_is_told(
-    saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_saved_states_that_are_not_loaded_are_logged(
+    saved_run: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    module = compiled()
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     autopar.Checkpoints(tmp_path / "other").save(1, module, optimizer, scheduler=scheduler)
@@ -428,7 +429,7 @@ def test_what_was_saved_and_is_not_asked_for_is_told(
 
 
 class Drawing:
-    """A state that would have to be pickled."""
+    """An object whose state needs pickle."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": Path("somewhere")}
@@ -438,19 +439,19 @@ class Drawing:
 
 
 @pytest.mark.slow
-def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> None:
-    folder, _ = saved
+def test_states_that_cannot_be_saved_or_loaded_are_refused(saved_run: tuple[Path, float]) -> None:
+    folder, _ = saved_run
     with pytest.raises(
         RuntimeStateError,
         match=r"draws\['path'\] is a pathlib.PosixPath, which a checkpoint cannot hold",
     ):
-        autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
+        autopar.Checkpoints(folder).save(4, compile_net(), draws=Drawing())
     (folder.parent / "file").touch()
     with pytest.raises(
         RuntimeStateError, match=r"NotADirectoryError(.|\n)*choose a writable folder"
     ):
-        autopar.Checkpoints(folder.parent / "file").save(4, compiled())
-    module = compiled()
+        autopar.Checkpoints(folder.parent / "file").save(4, compile_net())
+    module = compile_net()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)
     with pytest.raises(RuntimeStateError, match="has no optimizer"):
         autopar.Checkpoints(folder.parent / "alone").load(
@@ -458,18 +459,18 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
         )
 
 
-def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeStateError, match="Net is not compiled"):
         autopar.Checkpoints(tmp_path).save(1, Net())
     with pytest.raises(RuntimeStateError, match="keep=0"):
         autopar.Checkpoints(tmp_path, keep=0)
     with pytest.raises(RuntimeStateError, match="loader=int has no state_dict"):
-        autopar.Checkpoints(tmp_path).save(1, compiled(), loader=3)
+        autopar.Checkpoints(tmp_path).save(1, compile_net(), loader=3)
     assert autopar.Checkpoints(tmp_path).steps() == ()
 
 
 @pytest.mark.slow
-def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_path: Path) -> None:
+def test_lazily_planned_model_can_be_saved_after_its_first_call(tmp_path: Path) -> None:
     module = autopar.compile(Net(), hardware="cpu-gloo")
     with pytest.raises(RuntimeStateError, match="has not been called yet"):
         autopar.Checkpoints(tmp_path).save(1, module)
@@ -477,7 +478,7 @@ def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pat
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     step(module, optimizer)
     autopar.Checkpoints(tmp_path).save(1, module, optimizer)
-    other = compiled()
+    other = compile_net()
     assert autopar.Checkpoints(tmp_path).load(other, torch.optim.AdamW(other.parameters())) == 1
     assert all(
         torch.equal(values(other)[name], p.detach().full_tensor())
@@ -486,11 +487,11 @@ def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
-    """As where weights decay and biases do not, and a model has no biases."""
+def test_empty_parameter_group_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Groups can be empty, for example, a group for biases of a model without biases."""
     losses = []
     for loads in (False, True):
-        module = compiled()
+        module = compile_net()
         optimizer = torch.optim.AdamW(
             [{"params": list(module.parameters())}, {"params": [], "weight_decay": 0.5}], lr=0.1
         )
@@ -507,14 +508,14 @@ def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_weights_the_optimizer_alone_is_saved_and_read(tmp_path: Path) -> None:
-    module = compiled()
+def test_checkpoint_without_weights_contains_only_the_optimizer(tmp_path: Path) -> None:
+    module = compile_net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     step(module, optimizer)
     place = autopar.Checkpoints(tmp_path, weights=False).save(1, module, optimizer)
     keys = read_metadata(place).state_dict_metadata
     assert keys and all(key.startswith("optimizer.") for key in keys)
-    other = compiled()
+    other = compile_net()
     fresh, before = torch.optim.AdamW(other.parameters(), lr=0.5), values(other)
     assert autopar.Checkpoints(tmp_path, weights=False).load(other, fresh) == 1
     assert all(torch.equal(values(other)[name], value) for name, value in before.items())

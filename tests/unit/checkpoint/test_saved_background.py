@@ -1,5 +1,5 @@
-"""Checkpoints that are written in the background: training goes on, a crash leaves the one
-before, and no error is lost."""
+"""Checkpoints written in the background. Training continues, a crash leaves the previous
+checkpoint, and no error is lost."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x))).pow(2).mean()
 
 
-class Kept:
-    """A state whose tensor is changed in place."""
+class RunningMean:
+    """An object whose state is a tensor that changes in place."""
 
     def __init__(self) -> None:
         self.mean = torch.zeros(3)
@@ -46,14 +46,14 @@ class Kept:
 
 
 class Training:
-    """A model, its optimizer, its scheduler, and a state of its own."""
+    """A model, its optimizer, its scheduler, and an additional state."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         torch.manual_seed(0)
         self.module: Any = autopar.compile(Net(), example_inputs=BATCH, hardware="cpu-gloo")
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-        self.kept = Kept()
+        self.kept = RunningMean()
         self.checkpoints = autopar.Checkpoints(folder, keep=keep)
 
     @property
@@ -89,7 +89,7 @@ class Training:
 
 
 class Gate:
-    """Holds every file before it is written until it is opened."""
+    """Block all writes of tensors until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -109,27 +109,29 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.mark.slow
-def test_what_training_changes_while_it_is_written_is_not_saved(tmp_path: Path, gate: Gate) -> None:
+def test_training_during_a_background_save_does_not_change_the_checkpoint(
+    tmp_path: Path, gate: Gate
+) -> None:
     run = Training(tmp_path)
-    for step in (1, 2, 3):  # from the second on, the memory of the copies is used again
+    for step in (1, 2, 3):  # later steps reuse the memory of the copies
         run.step()
-        wanted = run.state()
+        expected = run.state()
         place = run.checkpoints.async_save(step, **run.all)
         assert gate.reached.wait(60) and not place.exists()
         run.step()
         run.step()
-        assert run.state() != wanted
+        assert run.state() != expected
         gate.opened.set()
         run.checkpoints.wait()
         assert place == tmp_path / f"step_{step:09d}" and place.is_dir()
         other = Training(tmp_path)
-        assert other.checkpoints.load(**other.all) == step and other.state() == wanted
+        assert other.checkpoints.load(**other.all) == step and other.state() == expected
         gate.opened.clear(), gate.reached.clear()
         run.checkpoints.load(**run.all)
     assert run.checkpoints.steps() == (2, 3) and not list(tmp_path.glob("*.part"))
 
 
-def test_it_writes_what_save_writes(tmp_path: Path) -> None:
+def test_async_save_writes_the_same_files_as_save(tmp_path: Path) -> None:
     for name in ("save", "async_save"):
         run = Training(tmp_path / name)
         run.step()
@@ -154,21 +156,21 @@ NEXT: dict[str, Callable[[Training], object]] = {
 }
 
 
-def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
+def test_background_error_is_logged_and_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Training(tmp_path)
     run.step()
     run.checkpoints.save(0, **run.all)
-    wanted = run.state()
+    expected = run.state()
 
-    def full(*_: Any) -> int:
+    def raise_disk_full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     for name, call in NEXT.items():
         run.step()
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(rank_parts, "write_tensors", full)
+            patch.setattr(rank_parts, "write_tensors", raise_disk_full)
             run.checkpoints.async_save(1, **run.all)
             assert run.checkpoints._background is not None
             run.checkpoints._background._thread.join()
@@ -183,13 +185,15 @@ def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
         ) as refusal:
             call(run)
         assert "free disk space" in refusal.value.remedy and run.state() == before, name
-        assert run.checkpoints.steps() == (0,), "it is told once, and the call did nothing"
+        assert run.checkpoints.steps() == (0,), (
+            "the error is raised once, and the call has no effect"
+        )
     other = Training(tmp_path)
-    assert other.checkpoints.load(**other.all) == 0 and other.state() == wanted
+    assert other.checkpoints.load(**other.all) == 0 and other.state() == expected
     assert run.checkpoints.save(3, **run.all).is_dir() and not list(tmp_path.glob("*.part"))
 
 
-def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> None:
+def test_next_call_waits_for_the_previous_save(tmp_path: Path, gate: Gate) -> None:
     run = Training(tmp_path, keep=5)
     run.checkpoints.async_save(1, **run.all)
     gate.opened.set()
@@ -208,39 +212,41 @@ def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> N
 @pytest.mark.parametrize(
     "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"]
 )
-def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(
+def test_kill_at_any_time_leaves_the_previous_or_the_new_checkpoint(
     tmp_path: Path, again: bool
 ) -> None:
-    """A child is killed at the n-th time that it asks for something of the disk, until it is not
-    killed any more."""
+    """A child process is killed at its n-th file system call, for increasing n, until it
+    completes."""
     run = Training(tmp_path, keep=1)
     run.step()
     run.checkpoints.save(1, **run.all)
-    states, step, seen = {1: run.state()}, 1, set()
+    states, step, outcomes = {1: run.state()}, 1, set()
     for number in range(100):
         run.step()
         step += not again
-        status = killed_at(number, run, step)
+        status = save_and_kill_at(number, run, step)
         other = Training(tmp_path, keep=1)
-        found = other.checkpoints.load(**other.all)
+        loaded_step = other.checkpoints.load(**other.all)
         is_new = other.state() == run.state()
-        assert found == (step if is_new else step - (not again)) and (
+        assert loaded_step == (step if is_new else step - (not again)) and (
             is_new or other.state() == states[1]
         ), number
-        seen.add(is_new)
+        outcomes.add(is_new)
         if not os.WIFSIGNALED(status):
             assert os.WEXITSTATUS(status) == 0
             break
         run.checkpoints.load(**run.all)
-        run.checkpoints.save(found, **run.all)  # which removes what was not written to the end
-        assert not [each for each in tmp_path.glob("*.part") if each.name < f"step_{found + 1:09d}"]
-        states[1], step = run.state(), found
-    assert seen == {True, False} and number > 10
+        run.checkpoints.save(loaded_step, **run.all)  # removes partial checkpoints
+        assert not [
+            each for each in tmp_path.glob("*.part") if each.name < f"step_{loaded_step + 1:09d}"
+        ]
+        states[1], step = run.state(), loaded_step
+    assert outcomes == {True, False} and number > 10
 
 
-def killed_at(number: int, run: Training, step: int) -> int:
-    """The status of a child that writes a checkpoint in the background, and is killed before its
-    n-th call of the system."""
+def save_and_kill_at(number: int, run: Training, step: int) -> int:
+    """Save a checkpoint in the background in a child process that is killed before its n-th system
+    call. Return the exit status of the child."""
     parent = manager.this_run()
     others = {"scheduler": run.scheduler, "kept": run.kept}
     saving = run.checkpoints._collect(step, run.module, run.optimizer, others, None)
@@ -248,53 +254,53 @@ def killed_at(number: int, run: Training, step: int) -> int:
     if child:
         return os.waitpid(child, 0)[1]
     try:
-        manager._run_of_process = lambda _: parent  # one run
-        left = [number]
+        manager._run_of_process = lambda _: parent  # the child belongs to the same run
+        calls_left = [number]
 
-        def guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def with_kill(plain: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if left[0] == 0:
+                if calls_left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
+                calls_left[0] -= 1
                 return plain(*args, **kwargs)
 
             return call
 
         for name in ("fsync", "rename", "mkdir", "rmdir"):
-            setattr(os, name, guarded(getattr(os, name)))
+            setattr(os, name, with_kill(getattr(os, name)))
         plain = rank_parts.write_tensors
 
-        def half(path: Path, tensors: dict[str, Tensor]) -> int:
-            guarded(lambda: path.write_bytes(b"half"))()
-            guarded(lambda: None)()
+        def write_half_first(path: Path, tensors: dict[str, Tensor]) -> int:
+            with_kill(lambda: path.write_bytes(b"half"))()
+            with_kill(lambda: None)()
             return plain(path, tensors)
 
-        rank_parts.write_tensors = half
+        rank_parts.write_tensors = write_half_first
         files.Background(saving, run.checkpoints._finish).result()
         os._exit(0)
-    except BaseException:  # the status tells
+    except BaseException:  # reported by the exit status
         import traceback
 
         traceback.print_exc()
         os._exit(1)
 
 
-def test_a_folder_that_was_not_written_to_the_end_is_told_and_never_loaded(
+def test_partially_written_checkpoint_is_logged_and_not_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Training(tmp_path)
     run.checkpoints.save(1, **run.all)
-    assert os.WIFSIGNALED(killed_at(2, run, 2))
-    (begun,) = tmp_path.glob("*.part")
-    assert begun.name.startswith("step_000000002.")
+    assert os.WIFSIGNALED(save_and_kill_at(2, run, 2))
+    (partial,) = tmp_path.glob("*.part")
+    assert partial.name.startswith("step_000000002.")
     other = Training(tmp_path)
     assert (
         other.checkpoints.load(**other.all) == 1
-        and f"incomplete checkpoints are not loaded: {begun.name}" in caplog.text
+        and f"incomplete checkpoints are not loaded: {partial.name}" in caplog.text
     )
 
 
-def test_the_first_rank_waits_for_the_marks_of_all(
+def test_first_rank_waits_for_the_markers_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Training(tmp_path)

@@ -1,5 +1,5 @@
-"""What is saved beside a model, on one process: optimizers of other forms, modules that were not
-called yet, and what is refused."""
+"""Additional states in a checkpoint on one process: other kinds of optimizers, modules before their
+first call, and refused states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def compiled(seed: int = 0, **options: Any) -> Any:
+def compile_net(seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     return autopar.compile(
@@ -47,8 +47,10 @@ KINDS: dict[str, Make] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_steps", [0, 2])
-def test_an_optimizer_beside_goes_on(kind: str, num_steps: int, tmp_path: Path) -> None:
-    module, other = compiled(), compiled(1)
+def test_optimizer_saved_as_an_additional_state_continues(
+    kind: str, num_steps: int, tmp_path: Path
+) -> None:
+    module, other = compile_net(), compile_net(1)
     optimizer, fresh = KINDS[kind](module), KINDS[kind](other)
     for _ in range(num_steps):
         step(module, optimizer)
@@ -59,10 +61,10 @@ def test_an_optimizer_beside_goes_on(kind: str, num_steps: int, tmp_path: Path) 
     )
 
 
-def test_the_models_own_optimizer_with_lists_is_refused_and_what_to_do_works(
+def test_optimizer_with_list_states_is_refused_and_the_remedy_works(
     tmp_path: Path,
 ) -> None:
-    module = compiled()
+    module = compile_net()
     optimizer = KINDS["of lists"](module)
     with pytest.raises(
         RuntimeStateError,
@@ -73,40 +75,47 @@ def test_the_models_own_optimizer_with_lists_is_refused_and_what_to_do_works(
     autopar.Checkpoints(tmp_path).save(1, module, lbfgs=optimizer)
 
 
-def test_state_is_read_also_where_gradients_are_there_or_part_of_it_is(tmp_path: Path) -> None:
-    module, other = compiled(), compiled(1)
-    optimizer, partly = (torch.optim.Adam(each.parameters(), 0.1) for each in (module, other))
+def test_optimizer_state_is_loaded_over_gradients_and_partial_state(tmp_path: Path) -> None:
+    module, other = compile_net(), compile_net(1)
+    optimizer, other_optimizer = (
+        torch.optim.Adam(each.parameters(), 0.1) for each in (module, other)
+    )
     step(module, optimizer)
     autopar.Checkpoints(tmp_path).save(1, module, optimizer)
     other(X).square().mean().backward()
     gradient = other.get_parameter("0.weight").grad
-    assert autopar.Checkpoints(tmp_path).load(other, partly) == 1
-    assert other.get_parameter("0.weight").grad is gradient and len(partly.state) == 4
-    del partly.state[other.get_parameter("0.bias")]
-    assert autopar.Checkpoints(tmp_path).load(other, partly) == 1 and len(partly.state) == 4
-    assert [step(other, partly) for _ in range(2)] == [step(module, optimizer) for _ in range(2)]
+    assert autopar.Checkpoints(tmp_path).load(other, other_optimizer) == 1
+    assert other.get_parameter("0.weight").grad is gradient and len(other_optimizer.state) == 4
+    del other_optimizer.state[other.get_parameter("0.bias")]
+    assert (
+        autopar.Checkpoints(tmp_path).load(other, other_optimizer) == 1
+        and len(other_optimizer.state) == 4
+    )
+    assert [step(other, other_optimizer) for _ in range(2)] == [
+        step(module, optimizer) for _ in range(2)
+    ]
 
 
-def test_a_module_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_path: Path) -> None:
-    module, critic = compiled(), compiled(1, example_inputs=None)
+def test_lazily_planned_additional_module_can_be_saved_after_its_first_call(tmp_path: Path) -> None:
+    module, critic = compile_net(), compile_net(1, example_inputs=None)
     with pytest.raises(RuntimeStateError, match="before the first call"):
         autopar.Checkpoints(tmp_path).save(1, module, critic=critic)
     critic(X).sum().backward()
     autopar.Checkpoints(tmp_path).save(
         1, module, critic=critic, of_critic=torch.optim.SGD(critic.parameters(), 0.1)
     )
-    other = compiled(2)
+    other = compile_net(2)
     assert autopar.Checkpoints(tmp_path).load(module, critic=other) == 1
     assert other(X).equal(critic(X))
 
 
-def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    module, critic = compiled(), compiled(1)
+def test_states_of_another_kind_or_shape_are_refused_without_side_effects(tmp_path: Path) -> None:
+    module, critic = compile_net(), compile_net(1)
     autopar.Checkpoints(tmp_path).save(
         1, module, critic=critic, values={"a": module.get_parameter("0.weight").detach(), "b": 1}
     )
     values = {"kept": True}
-    wrong: dict[str, tuple[dict[str, Any], str]] = {
+    cases: dict[str, tuple[dict[str, Any], str]] = {
         "kind": (
             {"critic": values},
             "'critic' of the checkpoint is the state of a module, not of a dict",
@@ -117,7 +126,7 @@ def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_pat
     before = module.get_parameter("0.weight").full_tensor().clone()
     with torch.no_grad():
         module.get_parameter("0.weight").add_(1)
-    for others, words in wrong.values():
+    for others, words in cases.values():
         with pytest.raises(RuntimeStateError, match=words):
             autopar.Checkpoints(tmp_path).load(module, **others)
         assert values == {"kept": True} and module.get_parameter("0.weight").full_tensor().equal(
@@ -127,16 +136,16 @@ def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_pat
     assert values["a"].equal(before) and values["b"] == 1 and len(values) == 2
 
 
-def test_a_module_without_values_is_not_saved(tmp_path: Path) -> None:
+def test_module_without_values_is_not_saved(tmp_path: Path) -> None:
     with autopar.weights_on_meta():
         empty = nn.Linear(4, 4)
     critic = autopar.compile(empty, example_inputs=(X,), hardware="cpu-gloo", outputs="full")
     with pytest.raises(RuntimeStateError, match="load_weights"):
-        autopar.Checkpoints(tmp_path).save(1, compiled(), critic=critic)
+        autopar.Checkpoints(tmp_path).save(1, compile_net(), critic=critic)
 
 
 class Counted(nn.Linear):
-    """With a state that is no tensor."""
+    """A linear layer with an extra state that is not a tensor."""
 
     seen = 0
 
@@ -147,8 +156,8 @@ class Counted(nn.Linear):
         self.seen = state["seen"]
 
 
-def test_a_plain_module_beside_has_its_other_states_too(tmp_path: Path) -> None:
-    module, head, other = compiled(), Counted(4, 4), Counted(4, 4)
+def test_plain_module_is_saved_with_its_extra_state(tmp_path: Path) -> None:
+    module, head, other = compile_net(), Counted(4, 4), Counted(4, 4)
     head.seen = 3
     autopar.Checkpoints(tmp_path).save(1, module, head=head)
     assert autopar.Checkpoints(tmp_path).load(module, head=other) == 1

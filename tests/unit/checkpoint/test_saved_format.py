@@ -1,5 +1,5 @@
-"""The files of a checkpoint hold no pickle; a file that was damaged or falsified is refused by
-its name, and changes nothing."""
+"""Checkpoint files contain no pickle. Damaged and forged files are refused by name, without side
+effects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Kept:
-    """Something of the user's that has a state."""
+    """An object of the user that has a state."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -86,7 +86,7 @@ class Training:
         return autopar.Checkpoints(folder).load(self.module, self.optimizer, **self.others)
 
     def state(self) -> str:
-        """All that a checkpoint restores, as text."""
+        """Return everything that a checkpoint restores as text."""
         rates = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
@@ -99,8 +99,8 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
-    """A folder with one checkpoint, the state in it, and the loss of the next step."""
+def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+    """Return a folder with one checkpoint, its state, and the loss of the next step."""
     run, folder = Training(), tmp_path_factory.mktemp("whole")
     run.step(), run.step()
     autopar.Checkpoints(folder).save(2, run.module, run.optimizer, **run.others)
@@ -108,20 +108,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
 
 
 @pytest.fixture
-def place(whole: tuple[Path, str, float], tmp_path: Path) -> Path:
-    """A copy of the checkpoint."""
-    shutil.copytree(whole[0], tmp_path / "run")
+def place(complete: tuple[Path, str, float], tmp_path: Path) -> Path:
+    """Return the folder of a copy of the checkpoint."""
+    shutil.copytree(complete[0], tmp_path / "run")
     return tmp_path / "run" / "step_000000002"
 
 
 @pytest.fixture(scope="module")
 def fresh() -> Training:
-    """What refused checkpoints are loaded into; it stays as it is."""
+    """Return the objects that refused checkpoints are loaded into. They do not change."""
     return Training()
 
 
-def refused(fresh: Training, place: Path) -> str:
-    """What loading says; nothing is changed."""
+def error_of_loading(fresh: Training, place: Path) -> str:
+    """Return the error message of loading a checkpoint. Loading must not change anything."""
     before = fresh.state()
     with pytest.raises(RuntimeStateError) as refusal:
         fresh.load(place.parent)
@@ -130,8 +130,8 @@ def refused(fresh: Training, place: Path) -> str:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-def test_a_checkpoint_of_each_format_goes_on_as_if_nothing_had_happened(
-    whole: tuple[Path, str, float], place: Path, old: bool
+def test_training_resumes_exactly_from_each_format(
+    complete: tuple[Path, str, float], place: Path, old: bool
 ) -> None:
     names = {PART, CONTENTS, "others.json", "others.safetensors", "plan.json", "autopar.json"}
     assert {path.name for path in place.iterdir()} == names
@@ -146,13 +146,13 @@ def test_a_checkpoint_of_each_format_goes_on_as_if_nothing_had_happened(
         }
     run = Training()
     run.kept.state = None
-    assert run.load(place.parent) == 2 and run.state() == whole[1] and run.step() == whole[2]
+    assert run.load(place.parent) == 2 and run.state() == complete[1] and run.step() == complete[2]
     assert autopar.Checkpoints(place.parent).export(place.parent / "weights") == 2
     exported = load_file(place.parent / "weights" / "model.safetensors")
     assert exported.keys() == dict(Net().named_parameters()).keys()
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle_or_an_archive(place: Path) -> None:
+def test_checkpoint_contains_no_pickle_or_archive(place: Path) -> None:
     for path in place.iterdir():
         begin = path.read_bytes()[:9]
         assert begin[:1] == b"{" or (path.suffix == ".safetensors" and begin[8:] == b"{"), path
@@ -167,7 +167,7 @@ class Planted:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-def test_a_pickle_in_any_file_is_not_run(
+def test_pickle_planted_in_any_file_is_not_executed(
     place: Path, fresh: Training, old: bool, tmp_path: Path
 ) -> None:
     if old:
@@ -176,12 +176,12 @@ def test_a_pickle_in_any_file_is_not_run(
     code = pickle.dumps(Planted(mark))
     for path in sorted(place.iterdir()):
         content = path.read_bytes()
-        for planted in (code, code + content):
-            path.write_bytes(planted)
+        for malicious in (code, code + content):
+            path.write_bytes(malicious)
             if path.name != "autopar.json":
                 forge(place)
-            if path.name != "plan.json":  # which is not read
-                assert path.name in refused(fresh, place)
+            if path.name != "plan.json":  # the plan is not read
+                assert path.name in error_of_loading(fresh, place)
             assert not mark.exists()
         path.write_bytes(content)
         forge(place)
@@ -193,8 +193,8 @@ def test_a_pickle_in_any_file_is_not_run(
 
 
 def box(data: Json, key: str = "model.first.weight") -> list[Any]:
-    found: list[Any] = data["tensors"][key]["boxes"][0]
-    return found
+    first_box: list[Any] = data["tensors"][key]["boxes"][0]
+    return first_box
 
 
 CHANGES: dict[str, Callable[[Json], object]] = {
@@ -266,15 +266,15 @@ def _swap(data: Json, a: str, b: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_falsified_contents_are_refused_though_their_checksum_fits(
+def test_forged_contents_with_a_valid_checksum_are_refused(
     kind: str, place: Path, fresh: Training
 ) -> None:
     data = json.loads((place / CONTENTS).read_text())
     CHANGES[kind](data)
     (place / CONTENTS).write_text(json.dumps(data))
     forge(place)
-    said = refused(fresh, place)
-    assert any(word in said for word in (CONTENTS, "safetensors", "first.weight", "model.third"))
+    message = error_of_loading(fresh, place)
+    assert any(word in message for word in (CONTENTS, "safetensors", "first.weight", "model.third"))
 
 
 @pytest.mark.parametrize(
@@ -292,13 +292,13 @@ def test_falsified_contents_are_refused_though_their_checksum_fits(
     ],
 )
 @pytest.mark.parametrize("name", [CONTENTS, "others.json", "autopar.json"])
-def test_json_that_is_none_or_hostile_is_refused(
+def test_invalid_or_hostile_json_is_refused(
     name: str, text: str, place: Path, fresh: Training
 ) -> None:
     (place / name).write_bytes(text.encode("utf-16") if text == "\ufffe" else text.encode())
     if name != "autopar.json":
         forge(place)
-    assert name in refused(fresh, place) or "of format" in refused(fresh, place)
+    assert name in error_of_loading(fresh, place) or "of format" in error_of_loading(fresh, place)
 
 
 STATES: dict[str, Callable[[Json], object]] = {
@@ -320,14 +320,14 @@ STATES: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_falsified_states_are_refused_though_their_checksum_fits(
+def test_forged_states_with_a_valid_checksum_are_refused(
     kind: str, place: Path, fresh: Training
 ) -> None:
     data = json.loads((place / "others.json").read_text())
     STATES[kind](data["states"])
     (place / "others.json").write_text(json.dumps(data))
     forge(place)
-    assert "others." in refused(fresh, place) or "'kept'" in refused(fresh, place)
+    assert "others." in error_of_loading(fresh, place) or "'kept'" in error_of_loading(fresh, place)
 
 
 ABOUT: dict[str, Callable[[Json], object]] = {
@@ -350,25 +350,29 @@ ABOUT: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("kind", ABOUT)
-def test_falsified_facts_of_a_checkpoint_are_refused_though_their_checksum_fits(
+def test_forged_metadata_with_a_valid_checksum_is_refused(
     kind: str, place: Path, fresh: Training
 ) -> None:
     forge(place, ABOUT[kind])
-    assert "autopar.json" in refused(fresh, place) or "step" in refused(fresh, place)
+    assert "autopar.json" in error_of_loading(fresh, place) or "step" in error_of_loading(
+        fresh, place
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 100, -1, -100])
 @pytest.mark.parametrize("name", [PART, "others.safetensors"])
-def test_a_cut_file_of_tensors_is_refused_though_its_checksum_fits(
+def test_truncated_tensor_file_with_a_valid_checksum_is_refused(
     name: str, cut: int, place: Path, fresh: Training
 ) -> None:
     content = (place / name).read_bytes()
     (place / name).write_bytes(content[:cut])
     forge(place)
-    assert name in refused(fresh, place)
+    assert name in error_of_loading(fresh, place)
 
 
-def test_a_file_of_tensors_of_other_shapes_is_refused(place: Path, fresh: Training) -> None:
+def test_tensor_file_with_other_dtypes_or_missing_tensors_is_refused(
+    place: Path, fresh: Training
+) -> None:
     tensors = load_file(place / PART)
     for change in ({"dtype": torch.float64}, {"dtype": torch.int32}):
         save_file(
@@ -379,10 +383,10 @@ def test_a_file_of_tensors_of_other_shapes_is_refused(place: Path, fresh: Traini
             place / PART,
         )
         forge(place)
-        assert f"{PART} contains model.first.weight" in refused(fresh, place)
+        assert f"{PART} contains model.first.weight" in error_of_loading(fresh, place)
     save_file({name: x for name, x in tensors.items() if "first" not in name}, place / PART)
     forge(place)
-    assert f"{PART} does not contain" in refused(fresh, place)
+    assert f"{PART} does not contain" in error_of_loading(fresh, place)
 
 
 VALUES: dict[str, Any] = {
@@ -424,13 +428,13 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_value_is_read_as_it_was(kind: str) -> None:
+def test_values_are_restored_exactly(kind: str) -> None:
     value = VALUES[kind]
-    found = decode(read_json(json.dumps(encode(value, ("it",)), allow_nan=False)), ("it",))
-    assert repr(found) == repr(value) and type(found) is type(value)
+    result = decode(read_json(json.dumps(encode(value, ("it",)), allow_nan=False)), ("it",))
+    assert repr(result) == repr(value) and type(result) is type(value)
 
 
-def test_numbers_of_numpy_are_plain_numbers() -> None:
+def test_numpy_scalars_are_saved_as_python_numbers() -> None:
     assert (
         repr(encode([np.float64(0.25), np.int32(3), np.bool_(True)], ("it",))) == "[0.25, 3, True]"
     )
@@ -458,7 +462,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_written_is_refused_by_name_when_it_is_saved(
+def test_error_for_an_unsupported_value_names_it(
     kind: str, tmp_path: Path, fresh: Training
 ) -> None:
     state = {"deep": [{"er": REFUSED[kind]}]}
@@ -487,31 +491,31 @@ DTYPES = (
 )
 
 
-def test_tensors_of_any_dtype_and_form_are_read_as_they_were(tmp_path: Path) -> None:
-    made = {f"{dtype}": (torch.arange(15).reshape(3, 5) % 7).to(dtype) for dtype in DTYPES}
+def test_tensors_of_all_dtypes_and_strides_are_restored_exactly(tmp_path: Path) -> None:
+    by_dtype = {f"{dtype}": (torch.arange(15).reshape(3, 5) % 7).to(dtype) for dtype in DTYPES}
     tensors = {
-        **made,
-        **{f"{name} scalar": x[1, 2] for name, x in made.items()},
-        **{f"{name} none": x[:0] for name, x in made.items()},
+        **by_dtype,
+        **{f"{name} scalar": x[1, 2] for name, x in by_dtype.items()},
+        **{f"{name} none": x[:0] for name, x in by_dtype.items()},
     }
     tensors |= {"turned": torch.rand(3, 5).t(), "part": torch.rand(9, 9)[::2, 1:4]}
     tensors["conjugate"] = torch.rand(3, dtype=torch.complex64).conj()
     write_tensors(tmp_path / "file", tensors)
     file = TensorFile(tmp_path / "file")
     for name, x in tensors.items():
-        found = file.read(name, x.dtype, x.shape)
-        assert found.dtype == x.dtype and found.tolist() == x.tolist(), name
+        loaded = file.read(name, x.dtype, x.shape)
+        assert loaded.dtype == x.dtype and loaded.tolist() == x.tolist(), name
         if x.dim() == 2 and x.numel():
             box = (slice(1, 3), slice(0, 2))
             assert file.read(name, x.dtype, x.shape, box).tolist() == x[box].tolist()
     plain = load_file(tmp_path / "file")
-    assert plain["torch.bfloat16"].tolist() == made["torch.bfloat16"].tolist(), (
-        "any reader of the format reads it"
+    assert plain["torch.bfloat16"].tolist() == by_dtype["torch.bfloat16"].tolist(), (
+        "other readers of safetensors can read the file"
     )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_nested_states_with_tensors_in_lists_are_read_back(tmp_path: Path) -> None:
+def test_nested_states_with_tensors_in_lists_are_restored(tmp_path: Path) -> None:
     state = {
         "a": {"b": [torch.ones(2), torch.zeros(())], "c": "x"},
         "betas": (0.9, 0.99),
@@ -519,13 +523,13 @@ def test_nested_states_with_tensors_in_lists_are_read_back(tmp_path: Path) -> No
         "none": None,
     }
     save_parts(state, tmp_path, "a test", "nothing changed")
-    found: Json = {
+    loaded: Json = {
         "a": {"b": [torch.zeros(2), torch.ones(())], "c": ""},
         "betas": (0.0, 0.0),
         "empty": torch.ones(0, 3),
         "none": None,
     }
-    load_parts(found, tmp_path)
-    assert repr(found) == repr(state)
+    load_parts(loaded, tmp_path)
+    assert repr(loaded) == repr(state)
     assert "a.b.0[0]" in TensorFile(tmp_path / PART).names
     check_boxes(read_contents(tmp_path), tmp_path)

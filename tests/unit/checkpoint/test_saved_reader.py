@@ -1,5 +1,4 @@
-"""A pickle that is planted in a checkpoint of an earlier version is refused, and what it would
-do is not done."""
+"""A pickle planted in a checkpoint of an earlier version is refused and not executed."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from autopar.errors import RuntimeStateError
 
 
 class Call:
-    """Pickled, a call of a function with these arguments."""
+    """An object whose pickle calls a function with the given arguments."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.called = function, arguments
@@ -37,16 +36,16 @@ class Call:
         return self.called
 
 
-def _dotted(marker: Path) -> bytes:
-    """A name with dots, which reaches past an allowed module to `os.system`."""
+def _dotted_name(marker: Path) -> bytes:
+    """Pickle a dotted name that reaches `os.system` through an allowed module."""
     text = f"touch {marker}".encode()
     module, name = b"torch.distributed.checkpoint.metadata", b"os.system"
-    named = b"".join(b"\x8c" + bytes([len(each)]) + each for each in (module, name))
+    encoded = b"".join(b"\x8c" + bytes([len(each)]) + each for each in (module, name))
     argument = b"X" + len(text).to_bytes(4, "little") + text
-    return b"\x80\x04" + named + b"\x93" + argument + b"\x85R."
+    return b"\x80\x04" + encoded + b"\x93" + argument + b"\x85R."
 
 
-def _pickled(make: Callable[[Path], Any]) -> Callable[[Path], bytes]:
+def _pickle_of(make: Callable[[Path], Any]) -> Callable[[Path], bytes]:
     return lambda marker: pickle.dumps(make(marker))
 
 
@@ -55,25 +54,28 @@ def _eval(marker: Path) -> Call:
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
-    "a command": (_pickled(lambda marker: Call(os.system, f"touch {marker}")), "posix.system"),
-    "eval": (_pickled(_eval), "builtins.eval"),
-    "in a dict": (_pickled(lambda m: Metadata({"model.a": {"b": [_eval(m)]}})), "builtins.eval"),
+    "a command": (_pickle_of(lambda marker: Call(os.system, f"touch {marker}")), "posix.system"),
+    "eval": (_pickle_of(_eval), "builtins.eval"),
+    "in a dict": (_pickle_of(lambda m: Metadata({"model.a": {"b": [_eval(m)]}})), "builtins.eval"),
     "as a key": (
-        _pickled(lambda m: Metadata({}, storage_data={(1, _eval(m)): 0})),
+        _pickle_of(lambda m: Metadata({}, storage_data={(1, _eval(m)): 0})),
         "builtins.eval",
     ),
     "getattr": (
-        _pickled(lambda marker: Call(getattr, Metadata, "__init__")),
+        _pickle_of(lambda marker: Call(getattr, Metadata, "__init__")),
         "builtins.getattr",
     ),
-    "a getter": (_pickled(lambda marker: operator.attrgetter("os.system")), "operator.attrgetter"),
-    "a dotted name": (_dotted, "torch.distributed.checkpoint.metadata.os.system"),
+    "a getter": (
+        _pickle_of(lambda marker: operator.attrgetter("os.system")),
+        "operator.attrgetter",
+    ),
+    "a dotted name": (_dotted_name, "torch.distributed.checkpoint.metadata.os.system"),
     "torch.load": (
-        _pickled(lambda marker: Call(torch.load, str(marker))),
+        _pickle_of(lambda marker: Call(torch.load, str(marker))),
         "torch.serialization.load",
     ),
     "a module's class": (
-        _pickled(lambda marker: nn.Linear(1, 1)),
+        _pickle_of(lambda marker: nn.Linear(1, 1)),
         "torch.nn.modules.linear.Linear",
     ),
 }
@@ -88,13 +90,13 @@ class Net(nn.Module):
         return self.linear(x).pow(2).mean()
 
 
-def _compiled() -> Any:
+def _compile_net() -> Any:
     batch = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
     return autopar.compile(Net(), example_inputs=batch, hardware="cpu-gloo")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_metadata_that_calls_a_function_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     make, name = HOSTILE[kind]
     marker = tmp_path / "marker"
     (tmp_path / ".metadata").write_bytes(make(marker))
@@ -108,17 +110,17 @@ def test_metadata_that_would_call_something_is_refused_by_name(kind: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "planted", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({}), pickle.dumps(3)]
+    "content", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({}), pickle.dumps(3)]
 )
-def test_metadata_that_is_none_is_refused(planted: bytes, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(planted)
+def test_invalid_metadata_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(RuntimeStateError, match=r"\.metadata of the checkpoint"):
         OldReader(tmp_path).read_metadata()
 
 
-def test_loading_and_exporting_run_nothing_of_a_planted_file(tmp_path: Path) -> None:
+def test_loading_and_exporting_do_not_execute_planted_code(tmp_path: Path) -> None:
     module, checkpoints, marker = (
-        _compiled(),
+        _compile_net(),
         autopar.Checkpoints(tmp_path / "run"),
         tmp_path / "marker",
     )
@@ -134,7 +136,7 @@ def test_loading_and_exporting_run_nothing_of_a_planted_file(tmp_path: Path) -> 
     assert not marker.exists()
 
 
-def test_a_planted_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_planted_non_tensor_value_is_refused(tmp_path: Path) -> None:
     marker, key = tmp_path / "marker", "optimizer.param_groups.a.lr"
     dcp.save({key: _eval(marker)}, checkpoint_id=tmp_path / "saved", no_dist=True)
     with pytest.raises(RuntimeStateError, match=rf"{key} of the checkpoint is refused"):
@@ -144,7 +146,7 @@ def test_a_planted_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     assert isinstance(kinds[key], BytesStorageMetadata)
 
 
-def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+def test_checkpoint_written_by_torch_is_read_like_torch_reads_it(tmp_path: Path) -> None:
     dtypes = (
         torch.float32,
         torch.bfloat16,
@@ -161,9 +163,15 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
         "none": None,
     }
     dcp.save({**tensors, **nested}, checkpoint_id=tmp_path, no_dist=True)
-    own, wanted = OldReader(tmp_path).read_metadata(), FileSystemReader(tmp_path).read_metadata()
-    assert own.state_dict_metadata == wanted.state_dict_metadata
-    assert (own.storage_data, own.planner_data) == (wanted.storage_data, wanted.planner_data)
+    metadata, expected = (
+        OldReader(tmp_path).read_metadata(),
+        FileSystemReader(tmp_path).read_metadata(),
+    )
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert (metadata.storage_data, metadata.planner_data) == (
+        expected.storage_data,
+        expected.planner_data,
+    )
     state: dict[str, Any] = {name: torch.zeros_like(value) for name, value in tensors.items()}
     state |= {"lr": 0.0, "betas": (0, 0), "none": 1}
     load_parts(state, tmp_path)
@@ -175,7 +183,7 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     "change",
     [
         lambda m: setattr(
-            m, "storage_data", {k: _moved(v, "../a") for k, v in m.storage_data.items()}
+            m, "storage_data", {k: _with_path(v, "../a") for k, v in m.storage_data.items()}
         ),
         lambda m: setattr(m, "storage_data", {k: 3 for k in m.storage_data}),
         lambda m: setattr(m, "storage_data", [1]),
@@ -187,7 +195,7 @@ def test_what_torch_wrote_is_read_as_torch_reads_it(tmp_path: Path) -> None:
         lambda m: setattr(m.state_dict_metadata["a"], "chunks", [None]),
     ],
 )
-def test_metadata_that_does_not_describe_its_files_is_refused(
+def test_metadata_inconsistent_with_its_files_is_refused(
     change: Callable[[Any], object], tmp_path: Path
 ) -> None:
     dcp.save({"a": torch.ones(4, 4)}, checkpoint_id=tmp_path, no_dist=True)
@@ -198,12 +206,12 @@ def test_metadata_that_does_not_describe_its_files_is_refused(
         load_parts({"a": torch.zeros(4, 4)}, tmp_path)
 
 
-def _moved(info: Any, name: str) -> Any:
+def _with_path(info: Any, name: str) -> Any:
     return dataclasses.replace(info, relative_path=name)
 
 
-def test_a_rate_that_numpy_computed_is_read_back(tmp_path: Path) -> None:
-    module, other = _compiled(), _compiled()
+def test_numpy_learning_rate_is_restored(tmp_path: Path) -> None:
+    module, other = _compile_net(), _compile_net()
     optimizer = torch.optim.AdamW(module.parameters(), lr=np.float64(0.25))
     fresh = torch.optim.AdamW(other.parameters(), lr=0.5, betas=(0.5, 0.5))
     autopar.Checkpoints(tmp_path).save(1, module, optimizer)

@@ -1,5 +1,5 @@
-"""Weights in and out as safetensors on one process, models without weights, and that nothing
-runs before it has its values."""
+"""Loading and saving weights as safetensors on one process. A model on the meta device does not run
+before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
 
 
 class Net(nn.Module):
-    """Tied weights, a saved buffer of integers, and buffers that no file holds."""
+    """A model with tied weights, a persistent buffer of integers, and non-persistent buffers."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -38,22 +38,22 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.ones(width, dtype=torch.bool), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x) + self.second(x)) * self.scale * self.mask
-        return (self.last(hidden) * self.seen[0]).pow(2).mean()
+        features = torch.tanh(self.first(x) + self.second(x)) * self.scale * self.mask
+        return (self.last(features) * self.seen[0]).pow(2).mean()
 
 
-def plain(seed: int = 0, width: int = 8) -> Net:
+def seeded_net(seed: int = 0, width: int = 8) -> Net:
     torch.manual_seed(seed)
     return Net(width)
 
 
-def compiled(model: nn.Module) -> Any:
+def compile_model(model: nn.Module) -> Any:
     return autopar.compile(model, example_inputs=BATCH, hardware="cpu-gloo")
 
 
-def without_values() -> Any:
+def compile_on_meta() -> Any:
     with autopar.weights_on_meta():
-        return compiled(Net())
+        return compile_model(Net())
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -69,29 +69,29 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Weights of seed 1 in several files."""
-    autopar.save_weights(compiled(plain(1)), tmp_path / "weights", max_file_bytes=100)
+    """Return a folder with the weights of seed 1 in several files."""
+    autopar.save_weights(compile_model(seeded_net(1)), tmp_path / "weights", max_file_bytes=100)
     return tmp_path / "weights"
 
 
-def test_weights_go_out_in_several_files_with_an_index_and_in_again(folder: Path) -> None:
+def test_weights_in_several_files_with_an_index_are_saved_and_loaded(folder: Path) -> None:
     names = {each.name for each in folder.iterdir()}
     assert (
         "model.safetensors.index.json" in names
         and "model-00001-of-00003.safetensors" in names
         and len(names) == 4
     )
-    module = without_values()
+    module = compile_on_meta()
     assert autopar.load_weights(module, folder) == ()
-    assert same(state(module), plain(1).state_dict())
-    assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
+    assert same(state(module), seeded_net(1).state_dict())
+    assert module(**BATCH).item() == pytest.approx(seeded_net(1)(**BATCH).item(), rel=1e-6)
 
 
-def test_what_is_tied_is_written_once_and_read_under_any_of_its_names(
+def test_tied_weights_are_saved_once_and_loaded_by_any_of_their_names(
     folder: Path, tmp_path: Path
 ) -> None:
-    written = {name for each in folder.glob("*.safetensors") for name in load_file(each)}
-    assert written == {
+    names = {name for each in folder.glob("*.safetensors") for name in load_file(each)}
+    assert names == {
         "first.weight",
         "first.bias",
         "second.bias",
@@ -99,35 +99,35 @@ def test_what_is_tied_is_written_once_and_read_under_any_of_its_names(
         "last.bias",
         "seen",
     }
-    here = dict(plain(2).state_dict())
+    here = dict(seeded_net(2).state_dict())
     del here["first.weight"]
     save_file(here, tmp_path / "other.safetensors")
-    module = without_values()
+    module = compile_on_meta()
     autopar.load_weights(module, tmp_path / "other.safetensors")
-    assert torch.equal(state(module)["first.weight"], plain(2).first.weight)
+    assert torch.equal(state(module)["first.weight"], seeded_net(2).first.weight)
 
 
-def test_weights_take_the_place_of_those_that_were_there_and_of_nothing_else(folder: Path) -> None:
+def test_saved_weights_replace_previous_weights_but_no_other_files(folder: Path) -> None:
     for other in ("config.json", "model_ema.safetensors"):
         (folder / other).write_text("{}")
-    autopar.save_weights(compiled(plain(2)), folder, dtype=torch.bfloat16)
+    autopar.save_weights(compile_model(seeded_net(2)), folder, dtype=torch.bfloat16)
     assert {each.name for each in folder.iterdir()} == {
         "config.json",
         "model_ema.safetensors",
         "model.safetensors",
     }
-    found = load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
     assert (
-        torch.equal(found["last.weight"], plain(2).last.weight.bfloat16())
-        and found["seen"].dtype == torch.int64
+        torch.equal(weights["last.weight"], seeded_net(2).last.weight.bfloat16())
+        and weights["seen"].dtype == torch.int64
     )
-    module = without_values()
+    module = compile_on_meta()
     autopar.load_weights(module, folder)
-    assert torch.equal(state(module)["last.weight"], plain(2).last.weight.bfloat16().float())
+    assert torch.equal(state(module)["last.weight"], seeded_net(2).last.weight.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_transformers_reads_what_is_written_and_what_it_writes_is_read(
+def test_weights_are_exchanged_with_transformers_in_both_directions(
     kind: str, tmp_path: Path
 ) -> None:
     sizes = {
@@ -155,26 +155,26 @@ def test_transformers_reads_what_is_written_and_what_it_writes_is_read(
     assert module(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
     autopar.save_weights(module, tmp_path / "ours")
     config.save_pretrained(tmp_path / "ours")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert same(again.state_dict(), model.state_dict())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert same(loaded.state_dict(), model.state_dict())
 
 
-def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(
+def test_names_can_be_mapped_and_missing_weights_can_be_left_unchanged(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_file(
         {
             "encoder." + name: x
-            for name, x in plain(3).state_dict().items()
+            for name, x in seeded_net(3).state_dict().items()
             if name != "second.weight"
         },
         tmp_path / "x.safetensors",
     )
-    module = compiled(plain(0))
+    module = compile_model(seeded_net(0))
     autopar.load_weights(module, tmp_path / "x.safetensors", rename="encoder.{}".format)
-    assert same(state(module), plain(3).state_dict())
+    assert same(state(module), seeded_net(3).state_dict())
     save_file(
-        {"last.weight": plain(4).last.weight.detach(), "head.weight": torch.ones(2)},
+        {"last.weight": seeded_net(4).last.weight.detach(), "head.weight": torch.ones(2)},
         tmp_path / "x.safetensors",
     )
     missing = autopar.load_weights(module, tmp_path / "x.safetensors", strict=False)
@@ -182,7 +182,9 @@ def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(
         set(missing) == {"seen", "first.weight", "first.bias", "second.bias", "last.bias"}
         and len(missing) == 5
     )
-    assert same(state(module), {**plain(3).state_dict(), "last.weight": plain(4).last.weight})
+    assert same(
+        state(module), {**seeded_net(3).state_dict(), "last.weight": seeded_net(4).last.weight}
+    )
     assert "1 weights are in the files but not in the model: head.weight" in caplog.text
     assert (
         f"5 weights are missing in the files, so left unchanged: {', '.join(missing[:3])}, …"
@@ -190,17 +192,21 @@ def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(
     )
 
 
-def test_only_what_is_named_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module, start = compiled(plain(5)), plain(5).state_dict()
+def test_only_the_named_weights_are_loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, start = compile_model(seeded_net(5)), seeded_net(5).state_dict()
     autopar.load_weights(module, folder, names=["first.bias"])
-    assert same(state(module), {**start, "first.bias": plain(1).first.bias}) and not caplog.text
+    assert (
+        same(state(module), {**start, "first.bias": seeded_net(1).first.bias}) and not caplog.text
+    )
     with pytest.raises(RuntimeStateError, match=r"the model has no 'head\.bias'"):
         autopar.load_weights(module, folder, names=["first.weight", "head.bias"])
 
 
 def _of(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], Path]:
     def write(place: Path) -> Path:
-        here = {name: x for name, x in plain(1).state_dict().items() if name != "second.weight"}
+        here = {
+            name: x for name, x in seeded_net(1).state_dict().items() if name != "second.weight"
+        }
         change(here)
         save_file(here, place / "model.safetensors")
         return place
@@ -259,16 +265,16 @@ def _index_of_nothing(place: Path) -> Path:
         (lambda place: place / "nowhere", r"no weights found"),
     ],
 )
-def test_what_does_not_fit_or_cannot_be_read_is_refused_and_nothing_changes(
+def test_incompatible_or_unreadable_weights_are_refused_without_side_effects(
     write: Callable[[Path], Path], words: str, tmp_path: Path
 ) -> None:
-    module = compiled(plain(0))
+    module = compile_model(seeded_net(0))
     with pytest.raises(RuntimeStateError, match=words):
         autopar.load_weights(module, write(tmp_path))
-    assert same(state(module), plain(0).state_dict())
+    assert same(state(module), seeded_net(0).state_dict())
 
 
-def test_models_that_are_built_on_meta_have_buffers_and_what_is_tied_stays_one() -> None:
+def test_weights_on_meta_keeps_buffers_and_tied_weights() -> None:
     with autopar.weights_on_meta():
         model = Net()
     assert (
@@ -282,7 +288,7 @@ def test_models_that_are_built_on_meta_have_buffers_and_what_is_tied_stays_one()
 
 
 WAYS: dict[str, Callable[[Any, Path], object]] = {
-    "full tensors": lambda module, place: module.load_state_dict(plain(1).state_dict()),
+    "full tensors": lambda module, place: module.load_state_dict(seeded_net(1).state_dict()),
     "in place": lambda module, place: dcp.load(
         {"model": module.state_dict()}, checkpoint_id=place / "dcp"
     ),
@@ -291,19 +297,19 @@ WAYS: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_them(
+def test_module_without_values_can_be_run_and_saved_only_after_loading(
     way: str, tmp_path: Path
 ) -> None:
-    source = compiled(plain(1))
+    source = compile_model(seeded_net(1))
     autopar.Checkpoints(tmp_path / "run").save(1, source)
     dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    module = without_values()
-    for refused in (lambda: module(**BATCH), lambda: autopar.save_weights(module, tmp_path / "x")):
+    module = compile_on_meta()
+    for use in (lambda: module(**BATCH), lambda: autopar.save_weights(module, tmp_path / "x")):
         with pytest.raises(
             RuntimeStateError,
             match=(r"'first\.weight' was on the meta device and has no values; so were 4 others"),
         ):
-            refused()
+            use()
     with pytest.raises(RuntimeStateError, match="was on the meta device"):
         autopar.Checkpoints(tmp_path / "other").save(1, module)
     WAYS[way](module, tmp_path)
@@ -311,27 +317,27 @@ def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_the
 
 
 @pytest.mark.parametrize("name", ["scale", "mask", "seen"])
-def test_a_buffer_without_values_is_noticed_whatever_its_dtype(name: str) -> None:
-    model = plain(1)
+def test_buffer_without_values_is_detected_for_each_dtype(name: str) -> None:
+    model = seeded_net(1)
     values = model.get_buffer(name).clone()
     model._buffers[name] = values.to("meta")
-    module = compiled(model)
+    module = compile_model(model)
     with pytest.raises(RuntimeStateError, match=f"'{name}' was on the meta device"):
         module(**BATCH)
     module.get_buffer(name).copy_(values)
-    assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
+    assert module(**BATCH).item() == pytest.approx(seeded_net(1)(**BATCH).item(), rel=1e-6)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_exported_without_a_mesh(
+def test_checkpoint_is_exported_without_a_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = autopar.Checkpoints(tmp_path / "run")
     for step in (1, 2):
-        checkpoints.save(step, compiled(plain(step)))
+        checkpoints.save(step, compile_model(seeded_net(step)))
     assert checkpoints.export(tmp_path / "one", step=1) == 1
-    found = load_file(tmp_path / "one" / "model.safetensors")
-    assert same({**found, "second.weight": found["first.weight"]}, plain(1).state_dict())
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    assert same({**weights, "second.weight": weights["first.weight"]}, seeded_net(1).state_dict())
     monkeypatch.setattr(
         sys,
         "argv",
@@ -344,7 +350,7 @@ def test_a_checkpoint_is_exported_without_a_mesh(
     )
     assert torch.equal(
         load_file(tmp_path / "two" / "model.safetensors")["last.weight"],
-        plain(2).last.weight.bfloat16(),
+        seeded_net(2).last.weight.bfloat16(),
     )
     with pytest.raises(RuntimeStateError, match=r"no checkpoint of step 3[\s\S]*steps 1, 2"):
         checkpoints.export(tmp_path / "three", step=3)
@@ -355,31 +361,31 @@ def test_a_checkpoint_is_exported_without_a_mesh(
     assert not (tmp_path / "three").exists()
 
 
-def test_numbers_that_happen_to_be_the_mark_of_none_are_values_once_they_were_given() -> None:
-    model = plain(1)
-    wanted = {**model.state_dict(), "seen": torch.full((2,), torch.iinfo(torch.int64).min)}
+def test_loaded_values_equal_to_the_marker_of_missing_values_are_accepted() -> None:
+    model = seeded_net(1)
+    weights = {**model.state_dict(), "seen": torch.full((2,), torch.iinfo(torch.int64).min)}
     with autopar.weights_on_meta():
         empty = Net()
     empty._buffers["seen"] = torch.zeros(2, dtype=torch.int64, device="meta")
-    module = compiled(empty)
-    module.load_state_dict(wanted)
-    assert module(**BATCH).isfinite() and torch.equal(module.seen, wanted["seen"])
+    module = compile_model(empty)
+    module.load_state_dict(weights)
+    assert module(**BATCH).isfinite() and torch.equal(module.seen, weights["seen"])
 
 
-def test_while_weights_take_the_place_of_others_what_is_there_is_no_model(
+def test_interrupted_replacement_of_weights_is_not_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace, moved = Path.replace, list[Path]()
+    replace, moves = Path.replace, list[Path]()
 
-    def breaks(self: Path, target: Path) -> Path:
-        if moved:
+    def fail_second_move(self: Path, target: Path) -> Path:
+        if moves:
             raise OSError("the disk is full")
-        moved.append(self)
+        moves.append(self)
         return replace(self, target)
 
-    monkeypatch.setattr(Path, "replace", breaks)
+    monkeypatch.setattr(Path, "replace", fail_second_move)
     with pytest.raises(RuntimeStateError, match="the disk is full"):
-        autopar.save_weights(compiled(plain(2)), folder, max_file_bytes=100)
+        autopar.save_weights(compile_model(seeded_net(2)), folder, max_file_bytes=100)
     monkeypatch.undo()
     with pytest.raises(RuntimeStateError, match="several sets of weights found: model-00001-of"):
-        autopar.load_weights(compiled(plain(0)), folder)
+        autopar.load_weights(compile_model(seeded_net(0)), folder)

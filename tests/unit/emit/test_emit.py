@@ -1,4 +1,4 @@
-"""Emission: local graphs from a plan, and refusals where the plan does not fit."""
+"""Emission of local graphs from a plan, and refusal of plans that do not fit the trace."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def planned() -> tuple[Trace, Planned]:
     return trace, make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
 
 
-def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget(
+def test_predicted_peak_equals_the_peak_of_the_emitted_program_within_the_budget(
     planned: tuple[Trace, Planned],
 ) -> None:
-    _, made = planned
-    assert made.program.stages[0].collectives
-    optimizer = made.plan.prediction.memory_bytes["optimizer"]
-    peak = trace_peak(made.program.stages[0], outputs="dtensor").peak_bytes + optimizer
-    assert made.plan.prediction.peak_bytes == peak <= made.plan.options["memory_bytes"]
+    _, result = planned
+    assert result.program.stages[0].collectives
+    optimizer = result.plan.prediction.memory_bytes["optimizer"]
+    peak = trace_peak(result.program.stages[0], outputs="dtensor").peak_bytes + optimizer
+    assert result.plan.prediction.peak_bytes == peak <= result.plan.options["memory_bytes"]
 
 
-def test_a_plan_without_stages_is_emitted_into_a_program_of_one_stage_and_one_microbatch(
+def test_plan_without_stages_gives_a_program_with_one_stage_and_one_microbatch(
     planned: tuple[Trace, Planned],
 ) -> None:
-    trace, made = planned
-    program = made.program
+    trace, result = planned
+    program = result.program
     (stage,) = program.stages
     assert program.is_single and program.axis == "" and program.microbatches.num == 1
     assert program.mesh == stage.mesh == MESH and program.trace is trace
@@ -58,56 +58,58 @@ def test_a_plan_without_stages_is_emitted_into_a_program_of_one_stage_and_one_mi
     assert program.microbatches.weight == 1.0 and not program.shared
 
 
-def test_emission_from_the_saved_plan_gives_the_same_program(
+def test_emitting_a_saved_plan_gives_the_same_program(
     planned: tuple[Trace, Planned], tmp_path: Path
 ) -> None:
-    trace, made = planned
-    made.plan.save(tmp_path / "plan.json")
+    trace, result = planned
+    result.plan.save(tmp_path / "plan.json")
     program = emit(trace, Plan.load(tmp_path / "plan.json"))
     (again,) = program.stages
     for ours, theirs in (
-        (made.program.stages[0].forward, again.forward),
-        (made.program.stages[0].backward, again.backward),
+        (result.program.stages[0].forward, again.forward),
+        (result.program.stages[0].backward, again.backward),
     ):
         assert str(ours.graph) == str(theirs.graph)
-    assert again.collectives == made.program.stages[0].collectives
-    assert program.plan_hash == made.program.plan_hash == made.plan.hash
-    assert emit(trace, made.plan, named=False).plan_hash == ""
+    assert again.collectives == result.program.stages[0].collectives
+    assert program.plan_hash == result.program.plan_hash == result.plan.hash
+    assert emit(trace, result.plan, named=False).plan_hash == ""
 
 
-def test_forward_ends_with_saved_values_and_backward_begins_with_them(
+def test_forward_returns_the_saved_values_and_backward_takes_them_first(
     planned: tuple[Trace, Planned],
 ) -> None:
-    _, made = planned
-    placeholders = [n for n in made.program.stages[0].backward.graph.nodes if n.op == "placeholder"]
-    assert len(placeholders) == made.program.stages[0].num_saved + 1
-    results = next(iter(reversed(made.program.stages[0].forward.graph.nodes))).args[0]
+    _, result = planned
+    placeholders = [
+        n for n in result.program.stages[0].backward.graph.nodes if n.op == "placeholder"
+    ]
+    assert len(placeholders) == result.program.stages[0].num_saved + 1
+    results = next(iter(reversed(result.program.stages[0].forward.graph.nodes))).args[0]
     assert isinstance(results, tuple)
     assert (
         len(results)
-        == len(made.program.outputs)
-        + len(made.program.stages[0].mutated)
-        + made.program.stages[0].num_saved
+        == len(result.program.outputs)
+        + len(result.program.stages[0].mutated)
+        + result.program.stages[0].num_saved
     )
     assert all(isinstance(r, fx.Node) for r in results)
 
 
-def test_every_emitted_node_knows_its_module_and_phase(planned: tuple[Trace, Planned]) -> None:
-    _, made = planned
+def test_emitted_nodes_record_their_module_and_phase(planned: tuple[Trace, Planned]) -> None:
+    _, result = planned
     for phase, graph in (
-        ("forward", made.program.stages[0].forward.graph),
-        ("backward", made.program.stages[0].backward.graph),
+        ("forward", result.program.stages[0].forward.graph),
+        ("backward", result.program.stages[0].backward.graph),
     ):
         named = [n for n in graph.nodes if n.op == "call_function" and "key" in n.meta]
         assert named
         assert all(n.meta["phase"] == phase and "module" in n.meta for n in named)
 
 
-def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_partial_sum_exists_and_a_gather_when_it_is_first_read(  # noqa: E501
+def test_without_overlap_reductions_are_issued_early_and_gathers_late(
     planned: tuple[Trace, Planned],
 ) -> None:
-    trace, made = planned
-    program = emit_stage(trace, replace(made.plan, overlap=Overlap()))
+    trace, result = planned
+    program = emit_stage(trace, replace(result.plan, overlap=Overlap()))
     early = late = 0
     for graph in (program.forward.graph, program.backward.graph):
         nodes = list(graph.nodes)
@@ -130,42 +132,42 @@ def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_
     assert early and late
 
 
-def test_a_plan_of_another_model_is_refused_by_name(planned: tuple[Trace, Planned]) -> None:
-    trace, made = planned
+def test_plan_of_another_model_raises_an_error_that_names_the_node(
+    planned: tuple[Trace, Planned],
+) -> None:
+    trace, result = planned
     with pytest.raises(PlanError, match="the plan has no entry for"):
-        emit_stage(trace, replace(made.plan, entries=made.plan.entries[:-1]))
+        emit_stage(trace, replace(result.plan, entries=result.plan.entries[:-1]))
     model, batch = zoo_small.gpt2()
     with pytest.raises(PlanError, match="the model has no node for"):
-        emit_stage(capture(model, (), batch), made.plan)
+        emit_stage(capture(model, (), batch), result.plan)
 
 
-def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(
+def test_plan_with_a_missing_collective_is_refused(
     planned: tuple[Trace, Planned],
 ) -> None:
-    trace, made = planned
-    for missing in made.plan.communications:
-        others = tuple(c for c in made.plan.communications if c is not missing)
+    trace, result = planned
+    for missing in result.plan.communications:
+        others = tuple(c for c in result.plan.communications if c is not missing)
         with pytest.raises(EmissionError, match="no collective of the plan returns it"):
-            emit_stage(trace, replace(made.plan, communications=others))
+            emit_stage(trace, replace(result.plan, communications=others))
 
 
-def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(
+def test_plan_that_drops_a_layout_read_in_backward_is_refused(
     planned: tuple[Trace, Planned],
 ) -> None:
-    trace, made = planned
-    assert made.plan.kept
+    trace, result = planned
+    assert result.plan.kept
     with pytest.raises(EmissionError, match="no collective of the plan returns it"):
-        emit_stage(trace, replace(made.plan, kept=()))
+        emit_stage(trace, replace(result.plan, kept=()))
 
 
-def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> (  # noqa: E501
-    None
-):
+def test_only_gradients_of_16_bit_parameters_are_reduced_in_fp32() -> None:
     model, batch = zoo_small.llama(dtype=torch.bfloat16)
     options = PlanOptions(constraints=expert.llama(fsdp=True))
     trace = capture(model, (), batch)
-    made = make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
-    program = emit_stage(trace, replace(made.plan, buckets=()))
+    result = make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
+    program = emit_stage(trace, replace(result.plan, buckets=()))
     reduced = [
         n
         for n in program.backward.graph.nodes
@@ -173,7 +175,7 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_su
     ]
     weights = [
         n for n in reduced if n.meta["collective"].axis == 0
-    ]  # over data only gradients are reduced
+    ]  # only gradients are reduced over the data axis
     assert {n.meta["collective"].dtype for n in weights} == {"float32"}
     matrices = [n for n in weights if "/dot/" in n.meta["key"]]
     assert len(matrices) == 2 * 7 + 1
@@ -186,7 +188,7 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_su
     assert {n.meta["collective"].dtype for n in activations} == {"bfloat16"}
 
 
-def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_line() -> None:
+def test_strategy_that_violates_the_rule_of_its_op_is_refused_with_the_source_line() -> None:
     torch.manual_seed(0)
 
     class Model(torch.nn.Module):
@@ -225,12 +227,12 @@ def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_l
         emit_stage(trace, wrong)
 
 
-def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
+def test_collective_that_does_not_produce_the_planned_layout_is_refused(
     planned: tuple[Trace, Planned],
 ) -> None:
-    trace, made = planned
-    step = next(c for c in made.plan.communications if c.collective.kind == "all_gather")
-    others = tuple(c for c in made.plan.communications if c is not step)
+    trace, result = planned
+    step = next(c for c in result.plan.communications if c.collective.kind == "all_gather")
+    others = tuple(c for c in result.plan.communications if c is not step)
     changes = (
         {"axis": 1 - step.collective.axis},
         {"dim": 1 - step.collective.dim},
@@ -241,12 +243,14 @@ def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
     for change in changes:
         wrong = replace(step, collective=replace(step.collective, **change))
         with pytest.raises(PlanError, match=r"no .* converts .* to .* for"):
-            emit_stage(trace, replace(made.plan, communications=(*others, wrong)))
+            emit_stage(trace, replace(result.plan, communications=(*others, wrong)))
 
 
-def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planned]) -> None:
-    trace, made = planned
-    position, entry = next((i, e) for i, e in enumerate(made.plan.entries) if e.kind == "parameter")
+def test_parameter_with_an_impossible_layout_is_refused(planned: tuple[Trace, Planned]) -> None:
+    trace, result = planned
+    position, entry = next(
+        (i, e) for i, e in enumerate(result.plan.entries) if e.kind == "parameter"
+    )
     for layout in ("S(7) R", "P R", "S(0)"):
         wrong = replace(
             entry,
@@ -258,21 +262,21 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
             emit_stage(
                 trace,
                 replace(
-                    made.plan,
+                    result.plan,
                     entries=(
-                        *made.plan.entries[:position],
+                        *result.plan.entries[:position],
                         wrong,
-                        *made.plan.entries[position + 1 :],
+                        *result.plan.entries[position + 1 :],
                     ),
                 ),
             )
 
 
 @pytest.mark.slow
-def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, numbers, ask = list[object](), list[int](), program_builder.neighbours
+def test_collectives_of_identical_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, numbers, ask = list[object](), list[int](), program_builder.neighbours
     monkeypatch.setattr(
-        program_builder, "neighbours", lambda *of, **more: asked.append(of) or ask(*of, **more)
+        program_builder, "neighbours", lambda *of, **more: calls.append(of) or ask(*of, **more)
     )
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
@@ -281,7 +285,7 @@ def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.Monkey
             trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(fsdp(),))
         ).plan
         program_builder._converts.cache_clear()
-        asked.clear()
+        calls.clear()
         emit_stage(trace, plan)
-        numbers.append(len(asked))
+        numbers.append(len(calls))
     assert numbers[0] == numbers[1] > 5

@@ -1,5 +1,5 @@
-"""The gradient of logits is written into the logits where nothing else has them; the peak is the
-less by so much."""
+"""The gradient of the logits overwrites the logits if nothing else reads them. The peak memory
+decreases by their size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS, CLASSES = 12, 512
 
 
 class Head(nn.Module):
-    """A classifier that returns its loss and what `more` makes of its logits."""
+    """A classifier that returns its loss and the outputs that `more` computes from its logits."""
 
     def __init__(
         self,
@@ -73,20 +73,20 @@ CASES: dict[str, tuple[Head, bool]] = {
 
 
 def step(model: nn.Module, **how: object) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs as they are after backward, and gradients."""
-    made = autopar.compile(model, 1, example_inputs=batch(), **how) if how else model
-    found = made(**batch())
-    outputs = {name: x for name, x in found.items() if x is not None}
+    """Run a step. Return the outputs, read after backward, and the gradients."""
+    module = autopar.compile(model, 1, example_inputs=batch(), **how) if how else model
+    results = module(**batch())
+    outputs = {name: x for name, x in results.items() if x is not None}
     outputs["loss"].backward()
-    gradients = {name: p.grad for name, p in made.named_parameters()}
-    made.zero_grad(set_to_none=True)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
     return {
         name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in outputs.items()
     }, gradients
 
 
 @pytest.mark.parametrize("returns", CASES)
-def test_it_is_where_nothing_else_has_them_and_outputs_stay_what_they_were(returns: str) -> None:
+def test_loss_gradient_is_in_place_if_only_the_loss_reads_the_logits(returns: str) -> None:
     model, expected = CASES[returns]
     program = plan_model(model, 1, example_inputs=batch(), hardware="cpu-gloo")[1].stage_program()
     assert (ops.cross_entropy_backward_ in targets(program)) == expected
@@ -95,9 +95,9 @@ def test_it_is_where_nothing_else_has_them_and_outputs_stay_what_they_were(retur
     for name, each in plain.items():
         torch.testing.assert_close(outputs[name], each)
     for name, each in reference.items():
-        found = gradients[name]
+        gradient = gradients[name]
         torch.testing.assert_close(
-            found.full_tensor() if hasattr(found, "full_tensor") else found, each
+            gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient, each
         )
 
 
@@ -105,24 +105,26 @@ def targets(program: StageProgram) -> set[object]:
     return {node.target for node in program.backward.graph.nodes}
 
 
-def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_loss_gradient_lowers_the_peak_by_the_size_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = CASES["the loss alone"]
-    trace, made = plan_model(model, 1, example_inputs=batch(), hardware="cpu-gloo")
+    trace, result = plan_model(model, 1, example_inputs=batch(), hardware="cpu-gloo")
 
     def peak(program: StageProgram) -> int:
-        (found,) = (
+        (peak_bytes,) = (
             p.peak_bytes
             for p in node_peaks(program)
             if p.node.target in (ops.cross_entropy_backward, ops.cross_entropy_backward_)
         )
-        return found
+        return peak_bytes
 
-    once = peak(made.stage_program())
+    once = peak(result.stage_program())
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
-    twice = peak(emit_stage(trace, made.plan))
+    twice = peak(emit_stage(trace, result.plan))
     assert (
         abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS
-    )  # labels' places, which are made sooner or later
+    )  # tensors of labels, whose time of allocation may differ
 
 
 @pytest.mark.parametrize(
@@ -133,10 +135,10 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
         {"pp": 2, "dp": 2, "microbatches": 2},
     ],
 )
-def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, int]) -> None:
+def test_loss_gradient_is_in_place_in_distributed_programs(force: dict[str, int]) -> None:
     model, data = zoo_small.llama()
     axes = {name: size for name, size in force.items() if name != "microbatches"}
-    _, made = plan_model(
+    _, result = plan_model(
         model,
         autopar.Mesh(axes),
         example_inputs=data,
@@ -144,24 +146,26 @@ def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, in
         outputs="loss",
         constraints=(megatron(**force),),
     )
-    stages = list(made.program.stages)
+    stages = list(result.program.stages)
     assert any(ops.cross_entropy_backward_ in targets(stage) for stage in stages)
-    assert autopar.verify(made.plan, model, data).ok and autopar.check(made.plan, model, data).ok
+    assert (
+        autopar.verify(result.plan, model, data).ok and autopar.check(result.plan, model, data).ok
+    )
 
 
-def test_rows_that_hold_for_every_plan_do_not_count_both() -> None:
+def test_loss_gradient_is_in_place_if_the_logits_are_not_an_output() -> None:
     trace = capture(CASES["the logits"][0], (), batch())
     alone = with_loss_only(trace)
     assert [in_place.operand_written(gradient(each)) for each in (trace, alone)] == [None, 0]
 
 
 def gradient(trace: Trace) -> torch.fx.Node:
-    (found,) = (node for node in trace.graph.nodes if node.target is ops.cross_entropy_backward)
-    return found
+    (loss_node,) = (node for node in trace.graph.nodes if node.target is ops.cross_entropy_backward)
+    return loss_node
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, True), (1, False)])
-def test_what_a_step_hands_on_along_an_axis_of_one_device_is_left(
+def test_result_of_a_collective_over_one_device_is_not_written_in_place(
     size: int, expected: bool
 ) -> None:
     graph = torch.fx.Graph()

@@ -1,4 +1,4 @@
-"""Room for early steps, by place."""
+"""The bytes that early steps may hold at each place of a phase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECES = (
 
 
 @given(st.integers(0, 20), PIECES, st.integers(0, 35), st.integers(0, 35))
-def test_room_between_two_places_is_the_least_of_each(
+def test_least_room_of_a_range_is_the_minimum_over_its_places(
     most: int, pieces: tuple[tuple[int, int], ...], a: int, b: int
 ) -> None:
     room, (first, last) = Room(most, pieces), sorted((a, b))
@@ -36,7 +36,7 @@ def test_room_between_two_places_is_the_least_of_each(
     assert room.least(first, last) == min(map(at, range(first, last + 1)))
 
 
-def test_places_count_what_runs_where_it_stands() -> None:
+def test_places_count_only_nodes_of_the_spine() -> None:
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     first = graph.call_function(abs, (x,))

@@ -1,5 +1,5 @@
-"""Lightning's Trainer with a compiled model on one process sees, saves and ends with what it
-does with the plain one."""
+"""Lightning's Trainer with a compiled model on one process gives the results, checkpoints and final
+weights of the plain model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit import QUIET, Classifier, Net, batches, same, trained
+from lit import QUIET, Classifier, Net, batches, same, train_and_test
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,50 +35,52 @@ def strategy(**options: Any) -> Any:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
-    found: dict[str, Any] = {
-        name: trained(folder, strategy() if name == "ours" else "auto")
+    results: dict[str, Any] = {
+        name: train_and_test(folder, strategy() if name == "ours" else "auto")
         for name, folder in folders.items()
     }
-    return found | {"folders": folders}
+    return results | {"folders": folders}
 
 
-def test_a_run_sees_what_it_does_with_the_plain_model(runs: dict[str, Any]) -> None:
+def test_run_matches_the_run_of_the_plain_model(runs: dict[str, Any]) -> None:
     same(runs["ours"], runs["theirs"])
     assert runs["ours"]["said"]["seen"] == runs["ours"]["said"]["seen outside"] == 6.0
 
 
-def test_a_checkpoint_is_the_file_of_lightning_and_plain_lightning_loads_it(
+def test_checkpoint_has_the_format_of_lightning(
     runs: dict[str, Any],
 ) -> None:
-    mine, wanted = (
+    checkpoint, expected = (
         torch.load(runs["folders"][name] / "epoch=1.ckpt", weights_only=False)
         for name in ("ours", "theirs")
     )
-    assert sorted(mine) == sorted(wanted) and sorted(mine["state_dict"]) == sorted(
-        wanted["state_dict"]
+    assert sorted(checkpoint) == sorted(expected) and sorted(checkpoint["state_dict"]) == sorted(
+        expected["state_dict"]
     )
-    torch.testing.assert_close(mine["state_dict"], wanted["state_dict"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        checkpoint["state_dict"], expected["state_dict"], rtol=1e-4, atol=1e-6
+    )
     module = Classifier.load_from_checkpoint(runs["folders"]["ours"] / "last.ckpt")
     module.eval()
     with torch.no_grad():
-        found = torch.cat([module(x.to(module.device)) for x, _ in batches(6, 3)])
+        predicted = torch.cat([module(x.to(module.device)) for x, _ in batches(6, 3)])
     torch.testing.assert_close(
-        found, torch.tensor(runs["theirs"]["predicted"]), rtol=1e-4, atol=1e-5
+        predicted, torch.tensor(runs["theirs"]["predicted"]), rtol=1e-4, atol=1e-5
     )
 
 
-def test_a_run_goes_on_as_the_plain_one_does(runs: dict[str, Any], tmp_path: Path) -> None:
-    found = {
-        name: trained(
+def test_resumed_run_matches_the_resumed_plain_run(runs: dict[str, Any], tmp_path: Path) -> None:
+    results = {
+        name: train_and_test(
             tmp_path / name, strategy() if name == "ours" else "auto", folder / "epoch=0.ckpt"
         )
         for name, folder in runs["folders"].items()
     }
-    same(found["ours"], found["theirs"])
-    assert found["ours"]["losses"] != runs["ours"]["losses"][4:], "it draws its batches anew"
+    same(results["ours"], results["theirs"])
+    assert results["ours"]["losses"] != runs["ours"]["losses"][4:], "the batches are drawn again"
 
 
-def test_it_goes_on_from_a_link_and_a_checkpoint_that_is_removed_takes_the_optimizers_state_along(
+def test_run_resumes_from_a_link_and_old_optimizer_states_are_removed(
     tmp_path: Path,
 ) -> None:
     saves = ModelCheckpoint(
@@ -88,14 +90,14 @@ def test_it_goes_on_from_a_link_and_a_checkpoint_that_is_removed_takes_the_optim
     trainer.fit(Classifier(), batches(8, 1))
     here = sorted(each.name for each in tmp_path.iterdir())
     assert here == ["epoch=1.ckpt", "epoch=1.ckpt.autopar", "last.ckpt"]
-    again = lightning.Trainer(
+    resumed = lightning.Trainer(
         strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET
     )
-    again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "last.ckpt")
+    resumed.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "last.ckpt")
     assert len(module.losses) == 2
 
 
-def test_a_checkpoint_of_another_strategy_is_refused_for_going_on(runs: dict[str, Any]) -> None:
+def test_resuming_from_a_checkpoint_of_another_strategy_is_refused(runs: dict[str, Any]) -> None:
     trainer = lightning.Trainer(
         strategy=strategy(), max_epochs=3, enable_checkpointing=False, **QUIET
     )
@@ -106,7 +108,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_for_going_on(runs: dict[str
     assert "load_from_checkpoint" in refusal.value.remedy
 
 
-def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_of_others_is_refused(  # noqa: E501
+def test_overwritten_checkpoint_has_the_optimizer_state_of_its_own_step(
     tmp_path: Path,
 ) -> None:
     for epochs, steps in ((2, 4), (1, 2)):
@@ -118,10 +120,10 @@ def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_
         assert [each.name for each in (tmp_path / "end.ckpt.autopar").iterdir()] == [
             f"step_{steps:09d}"
         ]
-    again = lightning.Trainer(
+    resumed = lightning.Trainer(
         strategy=strategy(), max_epochs=2, enable_checkpointing=False, **QUIET
     )
-    again.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
+    resumed.fit(module := Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
     assert len(module.losses) == 2
     (tmp_path / "end.ckpt.autopar" / "step_000000002").rename(
         tmp_path / "end.ckpt.autopar" / "step_000000003"
@@ -130,34 +132,39 @@ def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_
         AutoparError,
         match=r"the checkpoint file is of step 2, but its optimizer state is of step 3",
     ):
-        again.fit(Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
+        resumed.fit(Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
 
 
-def test_where_nothing_is_trained_it_is_planned_for_inference(
+def test_evaluation_is_planned_for_inference(
     runs: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Classifier.load_from_checkpoint(runs["folders"]["theirs"] / "epoch=1.ckpt")
     trainer = lightning.Trainer(strategy=strategy(), **QUIET)
-    found = trainer.test(module, batches(6, 3), verbose=False)[0]
-    assert found == pytest.approx(runs["theirs"]["tested"], rel=1e-4)
+    metrics = trainer.test(module, batches(6, 3), verbose=False)[0]
+    assert metrics == pytest.approx(runs["theirs"]["tested"], rel=1e-4)
     assert module.net.plan.prediction.memory_bytes.get("gradients", 0) == 0
 
 
-def both(make: Callable[[], Classifier], data: Callable[[], Any], **asked: Any) -> list[Classifier]:
-    """The module after two epochs with ours and with the plain one, both from the same random
-    numbers."""
-    found = []
+def train_both(
+    make: Callable[[], Classifier], data: Callable[[], Any], **options: Any
+) -> list[Classifier]:
+    """Train with autopar and without it, from the same random seed. Return both modules after two
+    epochs."""
+    modules = []
     for each in (strategy(), "auto"):
         lightning.seed_everything(3, verbose=False)
-        usual = {"max_epochs": 2, "enable_checkpointing": False, **QUIET}
-        lightning.Trainer(strategy=each, **{**usual, **asked}).fit(module := make(), data())
-        found.append(module)
-    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-5) and len(found[0].losses) > 2
-    return found
+        defaults = {"max_epochs": 2, "enable_checkpointing": False, **QUIET}
+        lightning.Trainer(strategy=each, **{**defaults, **options}).fit(module := make(), data())
+        modules.append(module)
+    assert (
+        modules[0].losses == pytest.approx(modules[1].losses, rel=1e-5)
+        and len(modules[0].losses) > 2
+    )
+    return modules
 
 
 class Normed(Classifier):
-    """Whose statistics are frozen by its mode, as a model of transformers comes in eval mode."""
+    """A classifier with a batch norm in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,14 +173,12 @@ class Normed(Classifier):
 
     def configure_optimizers(
         self,
-    ) -> (
-        Any
-    ):  # not Adam: of a bias before a norm it has the sign of a gradient that is but rounding
+    ) -> Any:  # not Adam, which depends on the sign of gradients that are only rounding errors
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_parts_keep_the_modes_that_they_have() -> None:
-    ours, plain = both(Normed, lambda: batches(14, 1))
+def test_training_modes_of_submodules_are_kept() -> None:
+    ours, plain = train_both(Normed, lambda: batches(14, 1))
     assert (
         ours.net.get_submodule("0").running_var.sum().item()
         == plain.net[0].running_var.sum().item()
@@ -182,22 +187,22 @@ def test_parts_keep_the_modes_that_they_have() -> None:
 
 
 class OfHead(Classifier):
-    """The optimizer has some of the parameters, and no other is frozen."""
+    """A classifier whose optimizer has only some of the trainable parameters."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.down.parameters(), lr=1.0)
 
 
-def test_gradients_are_clipped_of_what_the_optimizer_has() -> None:
-    both(OfHead, lambda: batches(14, 1), gradient_clip_val=0.05)
+def test_only_gradients_of_optimized_parameters_are_clipped() -> None:
+    train_both(OfHead, lambda: batches(14, 1), gradient_clip_val=0.05)
 
 
-def shuffled(**options: Any) -> DataLoader[Any]:
+def shuffled_batches(**options: Any) -> DataLoader[Any]:
     return batches(14, 1, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
 
 
 class Odd(torch.utils.data.Sampler[list[int]]):
-    """Gives each batch another start than the last time."""
+    """A sampler whose batches start at another index in each epoch."""
 
     def __init__(self) -> None:
         self.start = 0
@@ -211,7 +216,7 @@ class Odd(torch.utils.data.Sampler[list[int]]):
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Draws from numbers of its own."""
+    """A dataset that draws samples from its own generator."""
 
     def __init__(self) -> None:
         self.drawn = torch.Generator().manual_seed(9)
@@ -225,7 +230,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 class Drawn(IterableDataset[Any]):
-    """Draws as it goes on."""
+    """A stream that draws samples from its own generator."""
 
     def __init__(self) -> None:
         self.drawn = torch.Generator().manual_seed(9)
@@ -237,8 +242,8 @@ class Drawn(IterableDataset[Any]):
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "a generator": shuffled,
-    "workers that stay": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "a generator": shuffled_batches,
+    "workers that stay": lambda: shuffled_batches(num_workers=1, persistent_workers=True),
     "a worker whose data draw": lambda: DataLoader(
         Noisy(), batch_size=4, num_workers=1, persistent_workers=True
     ),
@@ -253,13 +258,13 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_loaders_give_what_they_would_have_given(kind: str) -> None:
-    both(Classifier, LOADERS[kind])
+def test_data_loaders_return_the_same_batches_as_without_autopar(kind: str) -> None:
+    train_both(Classifier, LOADERS[kind])
 
 
 class Eventful(Classifier):
-    """Counts, draws, logs and changes its batch before it calls the net, which it does with a
-    keyword."""
+    """A module whose step counts, logs, and changes its batch at random before it calls the net
+    with a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,18 +292,18 @@ class Scaled(nn.Module):
         return self.net(x) * scale
 
 
-def test_a_step_is_tried_without_leaving_anything_behind() -> None:
+def test_trial_step_has_no_side_effects() -> None:
     data = list(batches(12, 1))
-    ours, plain = both(
+    ours, plain = train_both(
         Eventful, lambda: DataLoader([(x.clone(), y) for x, y in data], batch_size=None)
     )
     assert ours.steps == plain.steps == 6 and ours.seen.compute() == 6
 
 
-def test_a_module_that_was_evaluated_is_trained_then_with_the_weights_and_modes_that_it_has(
+def test_training_after_evaluation_uses_the_current_weights_and_modes(
     runs: dict[str, Any],
 ) -> None:
-    found = []
+    losses = []
     for each in (strategy(), "auto"):
         lightning.seed_everything(3, verbose=False)
         trainer = lightning.Trainer(
@@ -310,12 +315,12 @@ def test_a_module_that_was_evaluated_is_trained_then_with_the_weights_and_modes_
             strict=False,
         )
         trainer.fit(module, batches(14, 1))
-        found.append(module.losses)
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and len(found[0]) == 4
+        losses.append(module.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4
 
 
 class Taught(Classifier):
-    """Beside a frozen teacher, which is run as it is."""
+    """A classifier with a frozen teacher that is not compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,8 +330,8 @@ class Taught(Classifier):
         return self.net(x) + self.teacher(x)
 
 
-def test_frozen_children_beside_it_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    ours, _ = both(Taught, lambda: batches(14, 1))
+def test_frozen_child_modules_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    ours, _ = train_both(Taught, lambda: batches(14, 1))
     assert (
         type(ours.teacher) is Net
         and "teacher is not compiled: every rank holds and computes all of it" in caplog.text
@@ -343,7 +348,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
+def test_callbacks_that_modify_the_plain_model_are_refused(name: str) -> None:
     trainer = lightning.Trainer(
         strategy=strategy(),
         max_epochs=1,
@@ -357,7 +362,7 @@ def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
 
 
 class Manual(Classifier):
-    """Steps by hand, clips by value, and takes its batch in one part."""
+    """A classifier with manual optimization and clipping by value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,16 +381,16 @@ class Manual(Classifier):
         return torch.optim.SGD(self.parameters(), lr=5.0)
 
 
-def test_steps_by_hand_and_clips_by_value() -> None:
-    found = []
+def test_manual_optimization_with_clipping_by_value() -> None:
+    losses = []
     for each in (strategy(), "auto"):
         trainer = lightning.Trainer(
             strategy=each, max_epochs=1, enable_checkpointing=False, **QUIET
         )
         trainer.fit(module := Manual(), batches(14, 1))
-        found.append(module.losses)
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][0] != pytest.approx(
-        found[0][3], rel=0.1
+        losses.append(module.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != pytest.approx(
+        losses[0][3], rel=0.1
     )
 
 
@@ -393,15 +398,15 @@ def test_steps_by_hand_and_clips_by_value() -> None:
     ("precision", "dtype"),
     [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)],
 )
-def test_precisions(precision: Any, dtype: torch.dtype) -> None:
-    found = []
+def test_precision_plugins_match_the_plain_model(precision: Any, dtype: torch.dtype) -> None:
+    losses = []
     for each in (strategy(), "auto"):
         trainer = lightning.Trainer(
             strategy=each, max_epochs=1, precision=precision, enable_checkpointing=False, **QUIET
         )
         trainer.fit(module := Classifier(), batches(8, 1))
-        found.append(module.losses)
-    assert found[0] == pytest.approx(found[1], rel=1e-2 if "bf16" in precision else 1e-9)
+        losses.append(module.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2 if "bf16" in precision else 1e-9)
     assert {p.dtype for p in module.net.parameters()} == {dtype}
 
 
@@ -455,17 +460,17 @@ REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_served_is_refused(what: str) -> None:
-    kind, asked, data, words = REFUSED[what]
+def test_unsupported_modules_and_options_are_refused(what: str) -> None:
+    kind, options, data, words = REFUSED[what]
     trainer = lightning.Trainer(
-        strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, **asked}
+        strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, **options}
     )
     with pytest.raises(AutoparError, match=words) as refusal:
         trainer.fit(kind(), data)
     assert refusal.value.remedy
 
 
-def test_several_devices_and_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_with_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     trainer = lightning.Trainer(
         strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, "devices": 2}
@@ -477,23 +482,24 @@ def test_several_devices_and_one_process_are_refused(monkeypatch: pytest.MonkeyP
     assert "autopar run -n 2" in refusal.value.remedy
 
 
-def test_a_stream_is_read_with_an_example_and_a_model_that_is_compiled_stays_so() -> None:
+def test_example_inputs_support_streams_and_compiled_models_are_kept() -> None:
     example = (torch.zeros(4, 16),)
-    asked = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
-    found = []
+    options = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    losses = []
     trainer = lightning.Trainer(
-        strategy=autopar.LightningStrategy(compile_options=OPTIONS, example_inputs=example), **asked
+        strategy=autopar.LightningStrategy(compile_options=OPTIONS, example_inputs=example),
+        **options,
     )
     trainer.fit(module := Classifier(), DataLoader(Stream(), batch_size=4))
-    found.append(module.losses)
+    losses.append(module.losses)
     module = Classifier()
     module.net = autopar.compile(module.net, example_inputs=example, **OPTIONS)
-    trainer = lightning.Trainer(strategy=strategy(), **asked)
+    trainer = lightning.Trainer(strategy=strategy(), **options)
     trainer.fit(module, DataLoader(Stream(), batch_size=4))
-    assert found[0] == module.losses and len(module.losses) == 2
+    assert losses[0] == module.losses and len(module.losses) == 2
 
 
-def test_workers_of_loaders_draw_the_same_numbers_on_every_rank(
+def test_data_loader_workers_have_the_same_seed_on_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "1")

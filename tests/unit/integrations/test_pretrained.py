@@ -1,5 +1,5 @@
-"""Adapters of a compiled model are saved as peft saves them, and read back, and what is not
-theirs is refused."""
+"""Adapters of a compiled model are saved in the format of peft and loaded again. Other files are
+refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FILE = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def stepped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """A compiled model with an adapter and a head of its own that have made a step, the plain
-    one, and where it was saved."""
+def trained_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """Return a compiled model with an adapter and a trainable head after one step, the plain model,
+    and the folder that the adapter is saved in."""
     plain, folder = (
         adapted(tied=False, modules_to_save=["lm_head"]),
         tmp_path_factory.mktemp("adapter"),
@@ -39,10 +39,10 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
 
 
 @pytest.mark.slow
-def test_what_peft_reads_through_its_model_is_read_through_the_compiled_one(
-    stepped: tuple[Any, Any, Path],
+def test_attributes_of_the_peft_model_are_available_on_the_compiled_module(
+    trained_adapter: tuple[Any, Any, Path],
 ) -> None:
-    module, plain, _ = stepped
+    module, plain, _ = trained_adapter
     for name in (
         "config",
         "device",
@@ -59,10 +59,10 @@ def test_what_peft_reads_through_its_model_is_read_through_the_compiled_one(
             getattr(module, name)
 
 
-def test_what_is_saved_is_what_peft_would_save_of_the_same_values(
-    stepped: tuple[Any, Any, Path], tmp_path: Path
+def test_saved_adapter_equals_the_files_that_peft_saves(
+    trained_adapter: tuple[Any, Any, Path], tmp_path: Path
 ) -> None:
-    module, plain, folder = stepped
+    module, plain, folder = trained_adapter
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     plain.load_state_dict(
         {
@@ -77,8 +77,8 @@ def test_what_is_saved_is_what_peft_would_save_of_the_same_values(
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert any(
         not torch.equal(ours[key], value)
-        for key, value in load_file(_saved(plain, tmp_path)).items()
-    ), "it was trained"
+        for key, value in load_file(_save_start(plain, tmp_path)).items()
+    ), "the adapter was trained"
     assert sorted(each.name for each in folder.iterdir()) == sorted(
         each.name for each in tmp_path.iterdir() if each.is_file()
     )
@@ -87,39 +87,39 @@ def test_what_is_saved_is_what_peft_would_save_of_the_same_values(
     ).read_text()
 
 
-def _saved(plain: Any, folder: Path) -> Path:
+def _save_start(plain: Any, folder: Path) -> Path:
     plain.save_pretrained(folder / "start")
     return folder / "start" / FILE
 
 
-def test_it_is_read_into_the_plain_model_and_into_another_compiled_one(
-    stepped: tuple[Any, Any, Path],
+def test_saved_adapter_loads_into_plain_and_compiled_models(
+    trained_adapter: tuple[Any, Any, Path],
 ) -> None:
-    module, plain, folder = stepped
+    module, plain, folder = trained_adapter
     other = autopar.compile(plain, example_inputs=BATCH, plan=module.plan)
-    wanted = module(**BATCH)["loss"].item()
-    assert other(**BATCH)["loss"].item() != pytest.approx(wanted, rel=1e-4)
+    expected_loss = module(**BATCH)["loss"].item()
+    assert other(**BATCH)["loss"].item() != pytest.approx(expected_loss, rel=1e-4)
     autopar.load_adapter(other, plain, folder)
-    assert other(**BATCH)["loss"].item() == wanted
+    assert other(**BATCH)["loss"].item() == expected_loss
     with torch.no_grad():
         assert PeftModel.from_pretrained(base(tied=False), folder)(
             **BATCH
-        ).loss.item() == pytest.approx(wanted, rel=1e-5)
+        ).loss.item() == pytest.approx(expected_loss, rel=1e-5)
 
 
-def test_another_adapters_file_is_refused_and_nothing_changes(
-    stepped: tuple[Any, Any, Path], tmp_path: Path
+def test_file_of_another_adapter_is_refused_without_side_effects(
+    trained_adapter: tuple[Any, Any, Path], tmp_path: Path
 ) -> None:
-    module, plain, folder = stepped
-    wanted, weights = module(**BATCH)["loss"].item(), load_file(folder / FILE)
+    module, plain, folder = trained_adapter
+    expected_loss, weights = module(**BATCH)["loss"].item(), load_file(folder / FILE)
     first, *rest = sorted(weights)
-    for name, kept, words in (
+    for name, keys, words in (
         ("less", rest, "in the model, but not in"),
         ("more", [*weights, "other.lora_A.weight"], "not in the model"),
     ):
         (tmp_path / name).mkdir()
         save_file(
-            {key: torch.zeros_like(weights.get(key, weights[first])) for key in kept},
+            {key: torch.zeros_like(weights.get(key, weights[first])) for key in keys},
             tmp_path / name / FILE,
         )
         with pytest.raises(RuntimeStateError, match=words) as refusal:
@@ -127,11 +127,13 @@ def test_another_adapters_file_is_refused_and_nothing_changes(
         assert "adapter_config.json" in str(refusal.value)
     with pytest.raises(RuntimeStateError, match="there is no adapter"):
         autopar.load_adapter(module, plain, tmp_path)
-    assert module(**BATCH)["loss"].item() == wanted
+    assert module(**BATCH)["loss"].item() == expected_loss
 
 
-def test_what_has_no_such_files_is_refused(stepped: tuple[Any, Any, Path], tmp_path: Path) -> None:
-    module, _, folder = stepped
+def test_models_without_adapter_files_are_refused(
+    trained_adapter: tuple[Any, Any, Path], tmp_path: Path
+) -> None:
+    module, _, folder = trained_adapter
     with pytest.raises(RuntimeStateError, match="no save_pretrained"):
         autopar.save_pretrained(module, Tagger(), tmp_path)
     with pytest.raises(RuntimeStateError, match="not a peft model"):
@@ -178,7 +180,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_other_kinds_train_as_the_plain_model_and_are_read_by_peft(
+def test_other_kinds_of_adapters_match_the_plain_model_and_load_in_peft(
     kind: str, tmp_path: Path
 ) -> None:
     losses, norms = [], []
@@ -186,7 +188,7 @@ def test_adapters_of_other_kinds_train_as_the_plain_model_and_are_read_by_peft(
     plain[1].load_state_dict(plain[0].state_dict())
     module = autopar.compile(
         plain[0].eval(), example_inputs=BATCH, hardware="cpu-gloo"
-    )  # dropout draws other numbers than torch
+    )  # dropout draws different numbers than torch
     for each in (module, plain[1].eval()):
         parameters = [p for p in each.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=0.5)
@@ -204,13 +206,13 @@ def test_adapters_of_other_kinds_train_as_the_plain_model_and_are_read_by_peft(
     if kind != "prompts":
         autopar.save_pretrained(module, plain[0], tmp_path)
         with torch.no_grad():
-            wanted = plain[1](**BATCH).loss.item()
+            expected_loss = plain[1](**BATCH).loss.item()
             assert PeftModel.from_pretrained(base(tied=False), tmp_path)(
                 **BATCH
-            ).loss.item() == pytest.approx(wanted, rel=1e-5)
+            ).loss.item() == pytest.approx(expected_loss, rel=1e-5)
 
 
-def test_what_an_older_torch_cannot_join_is_refused_before_anything_is_gathered(
+def test_strided_shards_that_an_older_torch_cannot_gather_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh = autopar.compile(
@@ -218,12 +220,12 @@ def test_what_an_older_torch_cannot_join_is_refused_before_anything_is_gathered(
         example_inputs=torch.utils.data.default_collate(samples(4, 1)),
         hardware="cpu-gloo",
     ).device_mesh
-    apart = DTensor.from_local(
+    strided = DTensor.from_local(
         torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
     )
-    _check_joined({"bias": apart})
+    _check_joined({"bias": strided})
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     _check_joined({"bias": DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)})
     with pytest.raises(RuntimeStateError, match="cannot gather 'bias'") as refusal:
-        _check_joined({"bias": apart})
+        _check_joined({"bias": strided})
     assert "save_weights" in refusal.value.remedy

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before anything is trained, with what to do instead."""
+"""Unsupported options are refused before training, with a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.integrations.libraries import LEAST, library
 
-ASKED = {
+ARGUMENTS = {
     "fsdp": True,
     "deepspeed": "ds.json",
     "parallelism_config": object(),
@@ -36,16 +36,16 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_an_argument_that_cannot_be_served_is_refused_by_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_error_for_an_unsupported_argument_names_it(tmp_path: Path, name: str) -> None:
     args = settings(tmp_path)
-    setattr(args, name, ASKED[name])
+    setattr(args, name, ARGUMENTS[name])
     with pytest.raises(AutoparError, match=f"{name}=") as refusal:
         autopar.Trainer(model=Tagger(), args=args, **data())
     assert refusal.value.remedy
 
 
-def test_several_gpus_and_one_process_are_refused(tmp_path: Path) -> None:
+def test_several_gpus_with_one_process_are_refused(tmp_path: Path) -> None:
     args = settings(tmp_path)
     args._n_gpu = 4
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_several_gpus_and_one_process_are_refused(tmp_path: Path) -> None:
     assert "autopar run" in refusal.value.remedy
 
 
-GIVEN = {
+OPTIONS = {
     "an optimizer": (
         {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
         "would train nothing",
@@ -66,15 +66,15 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("what", GIVEN)
-def test_what_the_trainer_cannot_use_is_refused(tmp_path: Path, what: str) -> None:
-    given, words = GIVEN[what]
+@pytest.mark.parametrize("what", OPTIONS)
+def test_unsupported_trainer_options_are_refused(tmp_path: Path, what: str) -> None:
+    options, words = OPTIONS[what]
     with pytest.raises(AutoparError, match=words) as refusal:
-        autopar.Trainer(**{"model": Tagger(), "args": settings(tmp_path), **data(), **given})
+        autopar.Trainer(**{"model": Tagger(), "args": settings(tmp_path), **data(), **options})
     assert refusal.value.remedy
 
 
-def test_a_compiled_model_is_refused_as_the_trainer_compiles_it_itself(tmp_path: Path) -> None:
+def test_trainer_refuses_a_compiled_model(tmp_path: Path) -> None:
     batch = torch.utils.data.default_collate(data()["train_dataset"][:4])
     module = autopar.compile(Tagger(), example_inputs=batch, hardware="cpu-gloo")
     with pytest.raises(AutoparError, match="compiles the model itself"):
@@ -85,14 +85,14 @@ def test_a_compiled_model_is_refused_as_the_trainer_compiles_it_itself(tmp_path:
     "argument",
     [{"mixed_precision": "fp8"}, {"fsdp_plugin": object()}, {"parallelism_config": object()}],
 )
-def test_the_accelerator_refuses_what_the_compiled_module_does_itself(
+def test_accelerator_refuses_options_that_the_compiled_module_replaces(
     argument: dict[str, Any],
 ) -> None:
     with pytest.raises(AutoparError, match=next(iter(argument))):
         autopar.Accelerator(cpu=True, **argument)
 
 
-def test_the_accelerator_takes_compiled_modules_and_does_not_save_them() -> None:
+def test_accelerator_accepts_only_compiled_modules_and_does_not_save_them() -> None:
     accelerator = autopar.Accelerator(cpu=True)
     with pytest.raises(AutoparError, match="not compiled"):
         accelerator.prepare(Tagger())
@@ -104,7 +104,7 @@ def test_the_accelerator_takes_compiled_modules_and_does_not_save_them() -> None
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(
+def test_error_for_a_missing_or_old_library_states_the_install_command(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     assert library(name, "this test").__name__ == name
@@ -114,10 +114,10 @@ def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(
     ) as old:
         library(name, "this test")
 
-    def absent(name: str) -> str:
+    def raise_not_found(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(importlib.metadata, "version", raise_not_found)
     with pytest.raises(
         AutoparError, match=f"this test needs {name}, which is not installed"
     ) as missing:
@@ -127,7 +127,7 @@ def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(
     assert f"'autopar[{extra}]'" in old.value.remedy
 
 
-def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_library_that_the_trainer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1")
     with pytest.raises(AutoparError, match=r"autopar\.Trainer needs accelerate"):
         _ = autopar.Trainer
@@ -135,13 +135,13 @@ def test_the_trainer_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
         _ = autopar.Trainers
 
 
-def test_the_accelerator_gathers_single_numbers_and_prints_on_one_rank(
+def test_accelerator_gathers_metrics_and_prints_on_one_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     accelerator = autopar.Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(7)), batch_size=4))
-    found = [accelerator.gather_for_metrics((batch.sum(), torch.ones(4))) for batch in loader]
-    assert [[tuple(x.shape) for x in each] for each in found] == [[(), (4,)], [(), (3,)]]
+    gathered = [accelerator.gather_for_metrics((batch.sum(), torch.ones(4))) for batch in loader]
+    assert [[tuple(x.shape) for x in each] for each in gathered] == [[(), (4,)], [(), (3,)]]
     accelerator.print("here")
     accelerator.on_main_process(print)("and here")
     assert capsys.readouterr().out == "here\nand here\n"

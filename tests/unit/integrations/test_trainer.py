@@ -1,4 +1,5 @@
-"""autopar's Trainer on one process logs, saves and ends as transformers' own."""
+"""autopar's Trainer on one process gives the logs, checkpoints and weights of the transformers
+Trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
-from trained import CLIPPED, Tagger, adapted, base, data, samples, settings, sum_of_logits, told
+from trained import CLIPPED, Tagger, adapted, base, data, log_of, samples, settings, sum_of_logits
 from transformers import AutoModelForCausalLM
 
 import autopar
@@ -22,29 +23,29 @@ OPTIONS = {"compile_options": {"hardware": "cpu-gloo"}}
 
 
 def same(ours: list[dict[str, float]], theirs: list[dict[str, float]], rel: float = 2e-4) -> bool:
-    """One log after the other, entry by entry."""
+    """Compare two lists of log entries."""
     assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
-    for mine, wanted in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(wanted, rel=rel)
+    for entry, reference in zip(ours, theirs, strict=True):
+        assert entry == pytest.approx(reference, rel=rel)
     return True
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """LoRA, trained by both, with a checkpoint and an evaluation after each step; each saves
-    what it ends with."""
-    found: dict[str, Any] = {}
-    asked = {
+    """Train LoRA with both trainers, with a checkpoint and an evaluation after each step. Save both
+    final models."""
+    results: dict[str, Any] = {}
+    arguments = {
         "save_strategy": "steps",
         "save_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "num_train_epochs": 2,
     }
-    asked |= {
+    arguments |= {
         "optim": "sgd",
         "learning_rate": 2.0,
-    }  # whose steps are as long as the gradients, as Adam's are not
+    }  # the size of the steps depends on the size of the gradients, unlike with Adam
     for name, kind, options in (
         ("theirs", transformers.Trainer, {}),
         ("ours", autopar.Trainer, OPTIONS),
@@ -52,39 +53,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
         trainer = kind(
             model=adapted(),
-            args=settings(folder, **asked),
+            args=settings(folder, **arguments),
             **data(),
             compute_metrics=sum_of_logits,
             **options,
         )
         trainer.train()
         trainer.save_model(str(folder / "end"))
-        found[name] = (trainer, folder, told(trainer))
-    return found
+        results[name] = (trainer, folder, log_of(trainer))
+    return results
 
 
 @pytest.mark.slow
-def test_lora_is_trained_as_by_transformers_trainer(runs: dict[str, Any]) -> None:
-    (ours, _, mine), (_, _, wanted) = runs["ours"], runs["theirs"]
-    assert same(mine, wanted)
-    assert {"loss", "grad_norm", "learning_rate"} <= set(mine[0]) and {
+def test_lora_training_matches_the_transformers_trainer(runs: dict[str, Any]) -> None:
+    (ours, _, log), (_, _, expected) = runs["ours"], runs["theirs"]
+    assert same(log, expected)
+    assert {"loss", "grad_norm", "learning_rate"} <= set(log[0]) and {
         "eval_loss",
         "eval_logits",
-    } <= set(mine[1])
-    assert mine[1]["eval_samples"] == 6
-    assert min(each["grad_norm"] for each in mine if "grad_norm" in each) > CLIPPED, (
+    } <= set(log[1])
+    assert log[1]["eval_samples"] == 6
+    assert min(each["grad_norm"] for each in log if "grad_norm" in each) > CLIPPED, (
         "gradients are clipped"
     )
     assert all(p.grad is None for p in ours.compiled().parameters() if not p.requires_grad)
 
 
 @pytest.mark.slow
-def test_the_adapter_that_is_saved_is_read_by_peft(runs: dict[str, Any]) -> None:
+def test_saved_adapter_loads_in_peft(runs: dict[str, Any]) -> None:
     (_, folder, _), (_, other, _) = runs["ours"], runs["theirs"]
-    mine, wanted = (
+    adapter, expected = (
         load_file(each / "end" / "adapter_model.safetensors") for each in (folder, other)
     )
-    torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(adapter, expected, rtol=1e-3, atol=2e-5)
     batch = torch.utils.data.default_collate(samples(4, 5))
     models = [PeftModel.from_pretrained(base(), each / "end").eval() for each in (folder, other)]
     with torch.no_grad():
@@ -94,19 +95,19 @@ def test_the_adapter_that_is_saved_is_read_by_peft(runs: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_amid_an_epoch(
+def test_run_resumes_from_a_checkpoint_within_an_epoch(
     runs: dict[str, Any], tmp_path: Path
 ) -> None:
-    first, folder, mine = runs["ours"]
+    first, folder, log = runs["ours"]
     args = settings(tmp_path, num_train_epochs=2, optim="sgd", learning_rate=2.0)
     plan = {"compile_options": {"plan": first.compiled().plan}}
-    again = autopar.Trainer(model=adapted(), args=args, **data(), **plan)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-    lines = [[line for line in each if "loss" in line] for each in (told(again), mine)]
+    resumed = autopar.Trainer(model=adapted(), args=args, **data(), **plan)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    lines = [[line for line in each if "loss" in line] for each in (log_of(resumed), log)]
     assert len(lines[0]) == 4 and same(*lines, rel=1e-6)
 
 
-def test_the_plain_model_is_left_without_weights_so_that_nothing_reads_them(
+def test_weights_of_the_plain_model_are_on_the_meta_device(
     runs: dict[str, Any],
 ) -> None:
     assert all(p.is_meta for p in runs["ours"][0].model.parameters())
@@ -114,13 +115,13 @@ def test_the_plain_model_is_left_without_weights_so_that_nothing_reads_them(
         runs["ours"][0].model.merge_and_unload().state_dict()["lm_head.weight"].tolist()
 
 
-def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_path: Path) -> None:
+def test_best_checkpoint_is_loaded_and_train_can_be_called_again(tmp_path: Path) -> None:
     logs = []
     for name, kind, options in (
         ("theirs", transformers.Trainer, {}),
         ("ours", autopar.Trainer, OPTIONS),
     ):
-        asked = {
+        arguments = {
             "save_strategy": "epoch",
             "eval_strategy": "epoch",
             "load_best_model_at_end": True,
@@ -128,7 +129,7 @@ def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_
         }
         args = settings(
             tmp_path / name,
-            **asked,
+            **arguments,
             num_train_epochs=3,
             save_total_limit=1,
             save_only_model=True,
@@ -137,16 +138,16 @@ def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_
         trainer = kind(model=Tagger(), args=args, **data(), **options)
         trainer.train()
         trainer.evaluate()
-        losses = [each["eval_loss"] for each in told(trainer) if "eval_loss" in each]
+        losses = [each["eval_loss"] for each in log_of(trainer) if "eval_loss" in each]
         assert (
             losses[-1] == pytest.approx(max(losses), rel=1e-6) and losses[-2] < 0.999 * losses[-1]
-        ), "the first epoch is asked for"
-        predicted = trainer.predict(samples(6, 3))
+        ), "the first epoch is the best by this metric"
+        prediction = trainer.predict(samples(6, 3))
         trainer.train()
         logs.append(
             [
-                told(trainer),
-                float(predicted.predictions.sum()),
+                log_of(trainer),
+                float(prediction.predictions.sum()),
                 sorted(each.name for each in (tmp_path / name).iterdir()),
             ]
         )
@@ -154,9 +155,9 @@ def test_the_best_checkpoint_is_read_back_and_another_call_of_train_goes_on(tmp_
     assert logs[1][1] == pytest.approx(logs[0][1], rel=1e-3) and logs[1][2] == logs[0][2]
 
 
-def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Path) -> None:
-    """Label smoothing shifts labels where its class is one of a causal language model; weights
-    of norms, by class, do not decay."""
+def test_loss_and_weight_decay_of_the_trainer_depend_on_the_model_class(tmp_path: Path) -> None:
+    """Label smoothing shifts the labels of causal language models, and the weights of norms do not
+    decay. Both depend on the class of a module."""
     logs = []
     for name, kind, options in (
         ("theirs", transformers.Trainer, {}),
@@ -172,7 +173,7 @@ def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Pa
         trainer = kind(model=base(), args=args, train_dataset=samples(4, 1), **options)
         trainer.train()
         trainer.save_model()
-        logs.append(told(trainer))
+        logs.append(log_of(trainer))
     assert same(logs[1], logs[0])
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
@@ -181,7 +182,7 @@ def test_a_loss_that_the_trainer_computes_knows_what_model_it_is_of(tmp_path: Pa
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
+def test_bf16_matches_the_transformers_trainer(tmp_path: Path) -> None:
     losses = {}
     kinds = (
         ("theirs", transformers.Trainer, {}),
@@ -198,12 +199,12 @@ def test_bf16_casts_as_transformers_trainer_does(tmp_path: Path) -> None:
         )
         trainer = kind(model=Tagger(), args=args, train_dataset=samples(8, 1), **options)
         trainer.train()
-        losses[name] = [each["loss"] for each in told(trainer)[:-1]]
+        losses[name] = [each["loss"] for each in log_of(trainer)[:-1]]
     assert losses["ours"] == pytest.approx(losses["theirs"], rel=3e-3)
     assert losses["ours"] != pytest.approx(losses["fp32"], rel=1e-6)
 
 
-def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(
+def test_reading_a_batch_for_compilation_does_not_change_random_states(
     tmp_path: Path,
 ) -> None:
     class Noisy(torch.utils.data.Dataset):
@@ -224,22 +225,22 @@ def test_the_batch_that_is_read_to_compile_leaves_random_numbers_as_they_were(
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Seven samples."""
+    """A stream of seven samples."""
 
     def __iter__(self) -> Any:
         return iter(samples(7, 3))
 
 
-def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path) -> None:
+def test_smaller_last_batch_of_a_stream_is_weighted_by_its_samples(tmp_path: Path) -> None:
     losses = [
         kind(
             model=Tagger(),
             args=settings(tmp_path),
             train_dataset=samples(4, 1),
-            eval_dataset=given,
+            eval_dataset=dataset,
             **options,
         ).evaluate()["eval_loss"]
-        for kind, given, options in (
+        for kind, dataset, options in (
             (transformers.Trainer, Stream(), {}),
             (autopar.Trainer, Stream(), OPTIONS),
             (autopar.Trainer, samples(7, 3), OPTIONS),
@@ -248,14 +249,14 @@ def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
-def test_data_that_may_be_read_once_is_not_read_before_training(tmp_path: Path) -> None:
+def test_stream_is_not_read_before_training_and_needs_example_inputs(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeStateError, match="a Stream, yields samples one after another"
-    ) as refused:
+    ) as raised:
         autopar.Trainer(
             model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **OPTIONS
         ).train()
-    assert "example_inputs=" in refused.value.remedy
+    assert "example_inputs=" in raised.value.remedy
     example = torch.utils.data.default_collate(samples(4, 1))
     logs = []
     for kind, options in (
@@ -266,7 +267,7 @@ def test_data_that_may_be_read_once_is_not_read_before_training(tmp_path: Path) 
             model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **options
         )
         trainer.train()
-        logs.append(told(trainer))
+        logs.append(log_of(trainer))
     assert same(*logs)
 
 
@@ -284,26 +285,26 @@ def replaced(trainer: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         (frozen, "was frozen after"),
         (written, "was written"),
         (replaced, "is not the model that was compiled"),
     ],
 )
-def test_what_is_done_to_the_plain_model_after_it_was_compiled_is_refused(
-    tmp_path: Path, change: Any, said: str
+def test_changes_of_the_plain_model_after_compilation_are_refused(
+    tmp_path: Path, change: Any, words: str
 ) -> None:
     trainer = autopar.Trainer(
         model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=samples(8, 1), **OPTIONS
     )
     trainer.train()
     change(trainer)
-    with pytest.raises(RuntimeStateError, match=said):
+    with pytest.raises(RuntimeStateError, match=words):
         trainer.train()
 
 
-def test_arguments_that_change_before_training_are_heard(tmp_path: Path) -> None:
+def test_changes_of_the_arguments_before_training_take_effect(tmp_path: Path) -> None:
     args = settings(tmp_path, max_steps=1)
     trainer = autopar.Trainer(Tagger(), args, None, samples(8, 1), **OPTIONS)
     args.max_steps = 2

@@ -1,4 +1,4 @@
-"""Kernels are compiled at first use, once, and kept; what stands in their way is said."""
+"""Building the kernels: they are compiled at first use and cached, and errors state the cause."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small folder of kernels, and a cache of its own."""
+    """A small folder of kernels with a separate cache."""
     monkeypatch.setenv("AUTOPAR_KERNEL_CACHE", str(tmp_path / "cache"))
-    made = tmp_path / "sources"
-    (made / "include").mkdir(parents=True)
-    (made / "a.cu").write_text(SOURCE)
-    (made / "include" / "a.h").write_text("#define ANSWER 42\n")
-    return made
+    sources = tmp_path / "sources"
+    (sources / "include").mkdir(parents=True)
+    (sources / "a.cu").write_text(SOURCE)
+    (sources / "include" / "a.h").write_text("#define ANSWER 42\n")
+    return sources
 
 
 def functions_in_sources() -> set[str]:
@@ -52,16 +52,16 @@ def functions_in_sources() -> set[str]:
     return set(re.findall(r"^AP_API int (\w+)\(", text, re.MULTILINE))
 
 
-def test_every_c_function_of_the_sources_is_declared_in_the_table_and_the_other_way_round() -> None:
+def test_signature_table_lists_exactly_the_c_functions_of_the_sources() -> None:
     assert functions_in_sources() == set(library.SIGNATURES)
 
 
-def test_a_declaration_has_as_many_arguments_as_the_function() -> None:
-    """Some functions share arguments, which a macro then holds."""
+def test_signatures_have_the_number_of_arguments_of_the_c_functions() -> None:
+    """Arguments shared by several functions are defined in a macro."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in build.sources())
     macros = dict(re.findall(r"^#define (AP_\w+) (.+)$", text, re.MULTILINE))
-    for name, written in re.findall(r"^AP_API int (\w+)\(([^)]*)\)", text, re.MULTILINE):
-        arguments = re.sub(r"\bAP_\w+", lambda macro: macros[macro[0]], written)
+    for name, parameters in re.findall(r"^AP_API int (\w+)\(([^)]*)\)", text, re.MULTILINE):
+        arguments = re.sub(r"\bAP_\w+", lambda macro: macros[macro[0]], parameters)
         assert len(library.SIGNATURES[name]) == arguments.count(",") + 1, name
 
 
@@ -69,18 +69,20 @@ def test_a_declaration_has_as_many_arguments_as_the_function() -> None:
 @pytest.mark.skipif(
     shutil.which("nm") is None, reason="there is no nm to list what a library holds"
 )
-def test_the_host_library_holds_the_functions_of_the_table_and_no_others() -> None:
-    assert exported(build.build_library("host").path) == {
+def test_host_library_exports_exactly_the_functions_of_the_table() -> None:
+    assert exported_symbols(build.build_library("host").path) == {
         name for name in library.SIGNATURES if name.endswith("_host")
     }
 
 
-def exported(path: Path) -> set[str]:
-    said = subprocess.run(
+def exported_symbols(path: Path) -> set[str]:
+    symbols = subprocess.run(
         ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
     )
     return {
-        line.split()[-1] for line in said.stdout.splitlines() if line.split()[-1].startswith("ap_")
+        line.split()[-1]
+        for line in symbols.stdout.splitlines()
+        if line.split()[-1].startswith("ap_")
     }
 
 
@@ -89,13 +91,13 @@ def exported(path: Path) -> set[str]:
 @pytest.mark.skipif(
     shutil.which("nm") is None, reason="there is no nm to list what a library holds"
 )
-def test_the_cuda_library_holds_the_functions_of_the_table_and_no_others() -> None:
-    assert exported(build.build_library("cuda").path) == {
+def test_cuda_library_exports_exactly_the_functions_of_the_table() -> None:
+    assert exported_symbols(build.build_library("cuda").path) == {
         name for name in library.SIGNATURES if name.endswith("_cuda")
     }
 
 
-def test_dtypes_have_the_numbers_of_the_header() -> None:
+def test_dtype_codes_match_the_header() -> None:
     header = (build.SOURCES / "include" / "common.h").read_text(encoding="utf-8")
     names = {
         torch.float32: "F32",
@@ -110,22 +112,22 @@ def test_dtypes_have_the_numbers_of_the_header() -> None:
         library.code_of(torch.complex64)
 
 
-def test_the_package_data_hold_every_source_and_header() -> None:
+def test_package_data_include_all_sources_and_headers() -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     patterns = config["options.package_data"]["autopar"].split()
-    held = {path for pattern in patterns for path in (ROOT / "autopar").glob(pattern)}
-    assert held >= {path for path in build.SOURCES.rglob("*") if path.suffix in (".cu", ".h")}
+    packaged = {path for pattern in patterns for path in (ROOT / "autopar").glob(pattern)}
+    assert packaged >= {path for path in build.SOURCES.rglob("*") if path.suffix in (".cu", ".h")}
     assert len(build.sources()) > 2
 
 
 @needs_host
-def test_the_kernels_compile_without_a_warning() -> None:
+def test_kernels_compile_without_warnings() -> None:
     assert build.build_library("host").report == ""
 
 
 @needs_host
-def test_what_was_compiled_once_is_taken_from_the_cache(folder: Path) -> None:
+def test_second_build_uses_the_cache(folder: Path) -> None:
     first = build.build_library("host", folder=folder)
     second = build.build_library("host", folder=folder)
     assert first.build_s > 0 == second.build_s
@@ -141,45 +143,45 @@ def test_what_was_compiled_once_is_taken_from_the_cache(folder: Path) -> None:
 @needs_host
 @pytest.mark.parametrize("kind", ["so", "log", "sha256"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_library_that_is_not_as_it_was_written_is_compiled_again(
+def test_damaged_library_is_compiled_again(
     folder: Path, kind: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = build.build_library("host", folder=folder)
-    wanted, path = first.path.read_bytes(), first.path.with_suffix(f".{kind}")
+    expected, path = first.path.read_bytes(), first.path.with_suffix(f".{kind}")
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:20] if damage == "cut" else b"\xff other")
     again = build.build_library("host", folder=folder)
-    changed = damage == "gone" or (kind, damage) != ("log", "cut")  # the report is empty
+    is_rebuilt = damage == "gone" or (kind, damage) != ("log", "cut")  # the report is empty
     assert (
         again.path == first.path
-        and (again.build_s > 0) == changed
-        and first.path.read_bytes() == wanted
+        and (again.build_s > 0) == is_rebuilt
+        and first.path.read_bytes() == expected
     )
-    assert damage == "gone" or not changed or "compiling it again" in caplog.text
+    assert damage == "gone" or not is_rebuilt or "compiling it again" in caplog.text
 
 
 @needs_host
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
 @pytest.mark.parametrize("whose", ["folder", "library", "above"])
-def test_a_library_of_another_user_is_not_loaded(
+def test_library_owned_by_another_user_is_not_loaded(
     folder: Path, whose: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = build.build_library("host", folder=folder)
-    planted = {"folder": first.path.parent, "library": first.path, "above": folder.parent}[whose]
-    os.chown(planted, 12345, -1)
+    foreign = {"folder": first.path.parent, "library": first.path, "above": folder.parent}[whose]
+    os.chown(foreign, 12345, -1)
     again = build.build_library("host", folder=folder)
     assert again.build_s > 0 and "belongs to user 12345" in caplog.text
     assert again.path.stat().st_uid == again.path.parent.stat().st_uid == 0
     assert (again.path == first.path) == (whose == "library")
     assert build.build_library("host", folder=folder).build_s == 0, (
-        "this process keeps what it built"
+        "the process keeps the library that it built"
     )
 
 
 @needs_host
-def test_another_header_source_or_variant_is_another_library(folder: Path) -> None:
+def test_changed_header_source_or_variant_gives_another_library(folder: Path) -> None:
     paths = {
         build.build_library("host", variant, folder=folder).path for variant in ("release", "debug")
     }
@@ -191,15 +193,15 @@ def test_another_header_source_or_variant_is_another_library(folder: Path) -> No
 
 
 @needs_host
-def test_of_several_that_build_at_once_one_compiles(folder: Path) -> None:
+def test_concurrent_builds_compile_once(folder: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        built = list(pool.map(lambda _: build.build_library("host", folder=folder), range(4)))
-    assert sum(one.build_s > 0 for one in built) == 1
-    assert len({one.path for one in built}) == 1
+        libraries = list(pool.map(lambda _: build.build_library("host", folder=folder), range(4)))
+    assert sum(one.build_s > 0 for one in libraries) == 1
+    assert len({one.path for one in libraries}) == 1
 
 
 @needs_host
-def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_behind(
+def test_compiler_error_is_shown_with_its_command_and_leaves_no_files(
     folder: Path,
 ) -> None:
     (folder / "a.cu").write_text("int broken( {\n")
@@ -209,7 +211,7 @@ def test_an_error_of_the_compiler_is_shown_with_its_command_and_leaves_nothing_b
 
 
 @needs_host
-def test_a_build_that_takes_long_says_so(
+def test_slow_build_prints_a_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "_QUIET_S", 0.0)
@@ -219,7 +221,7 @@ def test_a_build_that_takes_long_says_so(
     assert capsys.readouterr().err == ""
 
 
-def test_a_compiler_that_does_not_end_is_stopped(
+def test_compiler_is_stopped_at_the_time_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = folder / "compiler"
@@ -233,7 +235,7 @@ def test_a_compiler_that_does_not_end_is_stopped(
 
 
 @needs_host
-def test_a_cache_that_cannot_be_written_is_named(
+def test_error_for_an_unwritable_cache_names_the_variable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOPAR_KERNEL_CACHE", str(folder / "a.cu" / "cache"))
@@ -241,23 +243,21 @@ def test_a_cache_that_cannot_be_written_is_named(
         build.build_library("host", folder=folder)
 
 
-def test_without_kernels_there_is_nothing_to_build(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_without_kernels_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
     (folder / "a.cu").unlink()
     with pytest.raises(KernelError, match="no kernels"):
         build.build_library("host", folder=folder)
 
 
-def test_an_unknown_variant_and_a_sanitizer_for_the_device_are_refused() -> None:
+def test_unknown_variants_and_device_sanitizers_are_refused() -> None:
     with pytest.raises(KernelError, match="release, debug, thread, emulated, emulated-thread"):
         build.build_library("host", "fast")
     with pytest.raises(KernelError, match="only available for the host"):
         build.build_library("cuda", "thread")
 
 
-def test_without_a_compiler_the_reference_runs_and_the_log_says_so(
+def test_reference_runs_with_a_warning_if_there_is_no_compiler(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(folder / "no-compiler"))
@@ -283,7 +283,7 @@ def test_without_a_compiler_the_reference_runs_and_the_log_says_so(
         library.function("host", "ap_pack_bucket_host")
 
 
-def test_a_gpu_that_is_too_old_runs_the_references_and_the_log_says_so(
+def test_old_gpu_uses_the_references_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("AUTOPAR_KERNELS", raising=False)
@@ -303,7 +303,7 @@ def test_a_gpu_that_is_too_old_runs_the_references_and_the_log_says_so(
 
 
 @needs_host
-def test_the_reference_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.host() is not None and library.why_not() == ""
     monkeypatch.setenv("AUTOPAR_KERNELS", "reference")
     assert library.host() is None and "selects the torch reference" in library.why_not()
@@ -311,12 +311,12 @@ def test_the_reference_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_host
-def test_the_command_prints_what_was_built_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_path_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     assert build.main(["--host"]) == 0
     assert str(build.build_library("host").path) in capsys.readouterr().out
 
 
-def test_the_command_fails_where_what_is_asked_for_cannot_be_built(
+def test_command_fails_if_the_build_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", str(folder / "no-compiler"))
@@ -325,6 +325,6 @@ def test_the_command_fails_where_what_is_asked_for_cannot_be_built(
 
 
 @needs_host
-def test_a_refused_argument_is_an_error() -> None:
+def test_refused_argument_raises_an_error() -> None:
     with pytest.raises(KernelError, match="an argument was refused"):
         library.check(library.function("host", "ap_epoch_signal_host")(None, 1), "ap_epoch_signal")

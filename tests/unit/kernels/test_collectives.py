@@ -1,4 +1,5 @@
-"""Steps name mesh axes, and need either process groups, fake groups, or an axis of size 1."""
+"""Communication steps refer to mesh axes. They need process groups, fake groups or an axis of
+size 1."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def graph_of(target: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_step_on_fake_groups_has_the_shape_of_the_real_one(
+def test_step_on_fake_groups_has_the_shape_of_the_real_result(
     step: Callable[..., torch.Tensor],
 ) -> None:
     arguments, shape = CALLS[step]
@@ -70,14 +71,13 @@ STRIDED = [
 
 @pytest.mark.parametrize(("step", "shape", "permutation"), STRIDED)
 @pytest.mark.parametrize("dim", range(4))
-def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
+def test_results_are_contiguous_for_all_strides_and_sizes_of_the_operand(
     step: Callable[..., torch.Tensor],
     shape: tuple[int, ...],
     permutation: tuple[int, ...],
     dim: int,
 ) -> None:
-    """Kernels of ops assume strides. The lockstep interpreter, which verifies plans, returns
-    contiguous tensors."""
+    """Kernels assume contiguous strides, and so does the interpreter that verifies plans."""
     x = torch.empty([shape[i] for i in permutation]).permute(
         [permutation.index(i) for i in range(4)]
     )
@@ -94,7 +94,7 @@ def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
     split = {reduce_scatter: dim, shard: dim}
     for arguments in settings[step]:
         to_dim = arguments[1] if step is all_to_all else split.get(step)
-        size = 2 if to_dim is None else shape[to_dim]  # a part is one element long
+        size = 2 if to_dim is None else shape[to_dim]  # each part has one element
         if size == 1 or (step is swap and shape[dim] % 2):
             continue
         with use_groups(fake_groups(Mesh({"data": 1, "tensor": size}))):
@@ -105,7 +105,7 @@ def test_results_are_contiguous_whatever_the_strides_and_lengths_of_the_operand(
 @pytest.mark.parametrize(
     "step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__
 )
-def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(
+def test_finish_returns_the_result_of_the_step_and_clears_the_pending_state(
     step: Callable[..., torch.Tensor],
 ) -> None:
     arguments, shape = CALLS[step]
@@ -120,7 +120,7 @@ def test_a_step_is_its_start_and_its_finish_which_empties_what_lies_between(
 @pytest.mark.parametrize(
     "step", [step for step in STEPS if step is not shard], ids=lambda step: step.__name__
 )
-def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_size_1(
+def test_bound_start_and_finish_equal_the_bound_step(
     step: Callable[..., torch.Tensor],
 ) -> None:
     graph = fx.Graph()
@@ -144,7 +144,7 @@ def test_start_and_finish_are_bound_like_the_step_and_vanish_along_an_axis_of_si
 @pytest.mark.parametrize(
     "step", [step for step in STEPS if step is not halo], ids=lambda step: step.__name__
 )
-def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_removes_it(
+def test_step_over_an_axis_of_size_1_returns_its_operand_and_is_removed_by_binding(
     step: Callable[..., torch.Tensor],
 ) -> None:
     x, groups = torch.ones(2, 2, 2), fake_groups(Mesh({"a": 1, "b": 1}))
@@ -156,12 +156,12 @@ def test_along_an_axis_of_size_1_a_step_returns_its_operand_itself_and_binding_r
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_outside_any_groups_a_step_says_what_to_do(step: Callable[..., torch.Tensor]) -> None:
+def test_step_without_groups_is_refused_with_a_remedy(step: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(RuntimeStateError, match=r"use_groups\(\.\.\.\), bind it"):
         step(torch.ones(8, 8, 8), *CALLS[step][0])
 
 
-def test_groups_are_forgotten_at_the_end_of_the_block_and_may_be_nested() -> None:
+def test_use_groups_is_nestable_and_ends_with_its_block() -> None:
     outer, inner = fake_groups(MESH, (1, 2)), fake_groups(MESH, (0, 0))
     with use_groups(outer):
         with use_groups(inner):
@@ -171,14 +171,14 @@ def test_groups_are_forgotten_at_the_end_of_the_block_and_may_be_nested() -> Non
         local_start(16, ((1, 4),))
 
 
-def test_local_start_follows_the_order_of_the_splitters() -> None:
+def test_local_start_follows_the_order_of_the_mesh_axes() -> None:
     with use_groups(fake_groups(MESH, (1, 2))):
         assert local_start(16, ()) == 0
         assert local_start(16, ((0, 2), (1, 4))) == 8 + 2 * 2
         assert local_start(16, ((1, 4), (0, 2))) == 2 * 4 + 2
 
 
-def test_binding_turns_local_start_into_a_literal() -> None:
+def test_binding_replaces_local_start_with_a_constant() -> None:
     graph = fx.Graph()
     start = graph.call_function(local_start, (16, ((1, 4),)))
     graph.output((graph.call_function(torch.add, (graph.placeholder("x"), start)),))
@@ -187,14 +187,14 @@ def test_binding_turns_local_start_into_a_literal() -> None:
     assert all(node.target is not local_start for node in bound.graph.nodes)
 
 
-def test_a_bound_graph_needs_no_groups_and_the_original_stays_as_it_is() -> None:
+def test_bound_graph_runs_without_groups_and_the_original_is_unchanged() -> None:
     original = graph_of(shard, 0, 1)
     bound = bind(original, fake_groups(MESH, (0, 3)))
     assert bound(torch.arange(8))[0].tolist() == [6, 7]
     assert [node.target for node in original.graph.nodes if node.op == "call_function"] == [shard]
 
 
-def test_arguments_may_be_passed_by_name() -> None:
+def test_arguments_may_be_keywords() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(shard, (graph.placeholder("x"),), {"dim": 0, "axis": 0}),))
     assert bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH, (1, 0)))(torch.arange(4))[
@@ -202,7 +202,7 @@ def test_arguments_may_be_passed_by_name() -> None:
     ].tolist() == [2, 3]
 
 
-def test_a_slice_does_not_keep_the_whole_alive() -> None:
+def test_shard_does_not_keep_the_memory_of_the_full_tensor() -> None:
     with use_groups(fake_groups(MESH, (1, 0))):
         part = shard(torch.arange(8), 0, 0)
     assert part.tolist() == [4, 5, 6, 7]
@@ -212,7 +212,7 @@ def test_a_slice_does_not_keep_the_whole_alive() -> None:
 @pytest.mark.parametrize(
     "step", [reduce_scatter, all_to_all, shard], ids=lambda step: step.__name__
 )
-def test_a_dim_that_the_axis_does_not_divide_is_refused(step: Callable[..., torch.Tensor]) -> None:
+def test_dim_not_divisible_by_the_axis_is_refused(step: Callable[..., torch.Tensor]) -> None:
     with (
         use_groups(fake_groups(MESH)),
         pytest.raises(LayoutError, match="length 6 cannot be sharded over 4 ranks"),
@@ -220,19 +220,17 @@ def test_a_dim_that_the_axis_does_not_divide_is_refused(step: Callable[..., torc
         step(torch.empty(6, 6, 6), *CALLS[step][0])
 
 
-def test_steps_run_in_a_graph_that_is_compiled_whole() -> None:
+def test_steps_can_be_compiled_as_a_full_graph() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(all_gather, (graph.call_function(shard, (x, 1, 1)), 1, 1)),))
     bound = bind(fx.GraphModule(nn.Module(), graph), fake_groups(MESH))
-    compiled: Any = torch.compile(bound, backend="aot_eager", fullgraph=True)
-    assert compiled(torch.ones(2, 8))[0].shape == (2, 8)
+    compiled_module: Any = torch.compile(bound, backend="aot_eager", fullgraph=True)
+    assert compiled_module(torch.ones(2, 8))[0].shape == (2, 8)
 
 
 @pytest.mark.parametrize(("lowest", "beyond"), [(False, 0.0), (True, float("-inf"))])
-def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(
-    lowest: bool, beyond: float
-) -> None:
+def test_halo_over_an_axis_of_size_1_is_padding(lowest: bool, beyond: float) -> None:
     x, groups = torch.ones(2, 3), fake_groups(Mesh({"a": 1}))
     expected = torch.tensor([[beyond, 1, 1, 1, beyond, beyond]] * 2)
     with use_groups(groups):
@@ -241,25 +239,25 @@ def test_along_an_axis_of_size_1_all_of_a_halo_lies_beyond_the_ends(
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_sums_of_complex_numbers_travel_as_pairs_which_every_process_group_adds_up(
+def test_sums_of_complex_tensors_are_communicated_as_real_tensors(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[torch.Tensor] = []
+    operands: list[torch.Tensor] = []
 
-    def summed(x: torch.Tensor, op: str, *_: object) -> torch.Tensor:
-        sent.append(x)
+    def record_sum(x: torch.Tensor, op: str, *_: object) -> torch.Tensor:
+        operands.append(x)
         return (x if kind == "all_reduce" else x[:1]).clone()
 
-    known = SimpleNamespace(
-        all_reduce=summed, reduce_scatter_tensor=summed, wait_tensor=lambda x: x
+    functional = SimpleNamespace(
+        all_reduce=record_sum, reduce_scatter_tensor=record_sum, wait_tensor=lambda x: x
     )
-    monkeypatch.setattr(bound, "_functional", known)
+    monkeypatch.setattr(bound, "_functional", functional)
     x = torch.complex(torch.arange(8.0), -torch.arange(8.0)).view(4, 2).conj()
-    found = (
+    result = (
         bound.all_reduce(x, "sum", 2, "two")
         if kind == "all_reduce"
         else bound.reduce_scatter(x, 0, "sum", 2, "two", 0)
     )
-    assert torch.equal(found, x if kind == "all_reduce" else x[:2]) and [y.dtype for y in sent] == [
-        torch.float32
-    ]
+    assert torch.equal(result, x if kind == "all_reduce" else x[:2]) and [
+        y.dtype for y in operands
+    ] == [torch.float32]

@@ -1,5 +1,5 @@
-"""The device's code, run on the CPU block by block and thread by thread, computes what the
-references compute, bit by bit."""
+"""The device code, emulated on the CPU block by block and thread by thread, gives the results of
+the references, bit by bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.flo
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In memory that holds NaN until something is written."""
+    """Run the emulated device code. New memory is filled with NaN."""
     monkeypatch.setenv("AUTOPAR_KERNELS", "emulated")
     assert library.host() is not None, library.why_not()
     torch.use_deterministic_algorithms(True)
@@ -39,14 +39,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def randn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(
         shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)
 
 
-def alike(a: Tensor, b: Tensor) -> None:
-    """But for the order of sums and a rounding."""
+def assert_close(a: Tensor, b: Tensor) -> None:
+    """Compare up to the order of sums and one rounding."""
     assert a.dtype == b.dtype and a.shape == b.shape
     scale = b.double().abs().max().clamp(min=1e-30)
     assert ((a.double() - b.double()).abs().max() / scale).item() <= 8 * torch.finfo(a.dtype).eps
@@ -58,29 +58,33 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("parts", "first", "count"), ((1, 0, 1), (3, 0, 3), (3, 1, 1)))
-def test_pack_and_unpack(parts: int, first: int, count: int, dtype: torch.dtype) -> None:
+def test_pack_and_unpack_equal_their_references(
+    parts: int, first: int, count: int, dtype: torch.dtype
+) -> None:
     layout = BucketLayout(SIZES, DIMS, parts)
     sizes = layout.local_sizes(first, count)
     tensors = [
-        drawn(size, own, seed) for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))
+        randn(size, own, seed) for seed, (size, own) in enumerate(zip(sizes, DTYPES, strict=True))
     ]
-    found = pack(tensors, layout, dtype, first=first, count=count, scale=0.3, squares=True)
+    packed = pack(tensors, layout, dtype, first=first, count=count, scale=0.3, squares=True)
     expected = reference_pack(tensors, layout, dtype, first, count, 0.3, True)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(packed, expected, strict=True))
     assert same(pack(tensors, layout, dtype, first=first, count=count, scale=0.3)[0], expected[0])
-    back = unpack(found[0], layout, DTYPES, first=first, count=count, scale=3.0)
+    back = unpack(packed[0], layout, DTYPES, first=first, count=count, scale=3.0)
     assert all(
         same(a, b)
         for a, b in zip(
-            back, reference_unpack(found[0], layout, DTYPES, first, count, 3.0), strict=True
+            back, reference_unpack(packed[0], layout, DTYPES, first, count, 3.0), strict=True
         )
     )
 
 
-def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
-    size, parts = 9000, 300  # a chunk or more for each rank
-    tensor = drawn((size,), torch.float32, 0)
-    tensor *= tensor.abs() ** 3  # of very different size, so that the order shows
+def test_sum_over_more_chunks_than_threads_of_a_block_equals_its_reference() -> None:
+    size, parts = 9000, 300  # at least one chunk per rank
+    tensor = randn((size,), torch.float32, 0)
+    tensor *= (
+        tensor.abs() ** 3
+    )  # values of very different magnitude, so that the order of the sum matters
     layout = BucketLayout(((size,),), (0,), parts)
     _, expected = reference_pack([tensor], layout, torch.bfloat16, 0, parts, 1.0, True)
     assert same(pack([tensor], layout, torch.bfloat16, squares=True)[1], expected)
@@ -90,24 +94,25 @@ def test_a_sum_over_more_chunks_than_a_block_has_threads() -> None:
 @pytest.mark.parametrize(("rows", "hidden"), ((0, 8), (3, 1), (2, 2051), (131, 300)))
 @pytest.mark.parametrize("world", (1, 3))
 @pytest.mark.parametrize("rounded", (False, True))
-def test_the_norm_and_its_gradients(
+def test_norm_and_its_gradients_equal_their_references(
     rounded: bool, world: int, rows: int, hidden: int, dtype: torch.dtype
 ) -> None:
-    parts = [drawn((rows, hidden), dtype, seed) for seed in range(world)]
-    residual, grad_y, grad_normed = (drawn((rows, hidden), dtype, 100 + seed) for seed in range(3))
-    weight = drawn((hidden,), dtype, 200)
+    parts = [randn((rows, hidden), dtype, seed) for seed in range(world)]
+    residual, grad_y, grad_normed = (randn((rows, hidden), dtype, 100 + seed) for seed in range(3))
+    weight = randn((hidden,), dtype, 200)
     settings = parts, residual, weight, 1e-5, rounded
     y, squares, normed = reduce_add_rmsnorm(*settings)
     assert all(
         same(a, b) for a, b in zip((y, squares, normed), reference_forward(*settings), strict=True)
     )
-    given = grad_y, grad_normed, y, squares, weight, 1e-5
+    arguments = grad_y, grad_normed, y, squares, weight, 1e-5
     assert all(
-        same(a, b) for a, b in zip(backward_op(*given), reference_backward(*given), strict=True)
+        same(a, b)
+        for a, b in zip(backward_op(*arguments), reference_backward(*arguments), strict=True)
     )
 
 
-def test_a_signal_and_a_wait_on_a_stream() -> None:
+def test_stream_waits_for_a_signal_or_times_out() -> None:
     flag, status = torch.zeros(1, dtype=torch.int64), torch.full((1,), 9, dtype=torch.int32)
     library.launch("ap_epoch_signal", flag.device, flag.data_ptr(), 4)
     library.launch("ap_epoch_wait", flag.device, flag.data_ptr(), 4, status.data_ptr())
@@ -119,20 +124,20 @@ def test_a_signal_and_a_wait_on_a_stream() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", ((1, 1), (5, 7), (3, 41, 24), (130, 300), (2, 2051), (9, 4096)))
 @pytest.mark.parametrize("weighted", (True, False))
-def test_norms_of_rows_are_those_of_the_ops(
+def test_row_norm_kernels_match_the_ops(
     weighted: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    x, grad, n = drawn(shape, dtype, 0), drawn(shape, dtype, 1), 2 * shape[-1]
-    weight = drawn(shape[-1:], dtype, 2) if weighted else None
+    x, grad, n = randn(shape, dtype, 0), randn(shape, dtype, 1), 2 * shape[-1]
+    weight = randn(shape[-1:], dtype, 2) if weighted else None
     squares, wide = 2 * ops.square_sum(x, dtype), library.wide(dtype)
     for rounded in {dtype, wide}:
         settings = x, squares, weight, n, 1e-5, wide, rounded, dtype
-        alike(rows.rms_norm(*settings), ops.rms_norm(*settings))
+        assert_close(rows.rms_norm(*settings), ops.rms_norm(*settings))
     product = ops.rms_product(grad, x, weight, dtype)
-    alike(rows.rms_product(grad, x, weight, dtype), product)
-    given = grad, x, squares, product, weight, n, 1e-5, dtype
-    alike(rows.rms_norm_backward(*given), ops.rms_norm_backward(*given))
-    alike(
+    assert_close(rows.rms_product(grad, x, weight, dtype), product)
+    arguments = grad, x, squares, product, weight, n, 1e-5, dtype
+    assert_close(rows.rms_norm_backward(*arguments), ops.rms_norm_backward(*arguments))
+    assert_close(
         rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype),
         ops.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype),
     )
@@ -140,39 +145,39 @@ def test_norms_of_rows_are_those_of_the_ops(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", ((1, 1), (5, 7), (3, 41, 24), (2, 5003)))
-def test_softmaxes_of_rows_are_those_of_the_ops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, scale = 4 * drawn(shape, dtype, 0), drawn(shape[:-1], library.wide(dtype), 1)
+def test_row_softmax_kernels_match_the_ops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, scale = 4 * randn(shape, dtype, 0), randn(shape[:-1], library.wide(dtype), 1)
     index = torch.randint(-3, 2 * shape[-1], shape[:-1], generator=torch.Generator().manual_seed(2))
     m = x.amax(-1) + 1
     s = ops.sum_exp(x, m)
-    alike(rows.sum_exp(x, m), s)
+    assert_close(rows.sum_exp(x, m), s)
     for start in (0, shape[-1] // 2):
         expected = ops.cross_entropy_backward(x, m, s, index, scale, start)
-        alike(rows.cross_entropy_backward(x, m, s, index, scale, start), expected)
-        held = x.clone()
-        assert rows.cross_entropy_backward_in_place(held, m, s, index, scale, start) is held
-        alike(held, expected)
+        assert_close(rows.cross_entropy_backward(x, m, s, index, scale, start), expected)
+        operand = x.clone()
+        assert rows.cross_entropy_backward_in_place(operand, m, s, index, scale, start) is operand
+        assert_close(operand, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_loss_by_rows_is_that_of_the_op(dtype: torch.dtype) -> None:
-    x, weight = drawn((2, 5, 16), dtype, 0), drawn((37, 16), dtype, 1)
+def test_row_loss_kernel_matches_the_op(dtype: torch.dtype) -> None:
+    x, weight = randn((2, 5, 16), dtype, 0), randn((37, 16), dtype, 1)
     index = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(2))
     index[0, 2] = -100
-    found, expected = (
+    results, expected = (
         way(x, weight, index, -100, 3)
         for way in (rows.linear_cross_entropy, ops.linear_cross_entropy)
     )
-    for ours, theirs in zip(found, expected, strict=True):
-        alike(ours, theirs)
+    for result, reference in zip(results, expected, strict=True):
+        assert_close(result, reference)
 
 
-def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(
+def test_unsupported_operands_of_row_kernels_use_the_ops(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another dtype of the weight, rows that lie apart, nothing at all, and a dtype that kernels
-    do not know."""
-    x, squares = drawn((4, 8), torch.bfloat16, 0), torch.ones(4)
+    """The operands are a weight of another dtype, strided rows, an empty tensor and an unsupported
+    dtype."""
+    x, squares = randn((4, 8), torch.bfloat16, 0), torch.ones(4)
     launched: list[str] = []
     monkeypatch.setattr(library, "launch", lambda kernel, *_: launched.append(kernel))
     settings = 8, 1e-5, torch.float32, torch.float32, torch.float32
@@ -180,9 +185,11 @@ def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(
         rows.rms_norm(x, squares, torch.ones(8), *settings),
         ops.rms_norm(x, squares, torch.ones(8), *settings),
     )
-    apart = x[:, ::2]
+    strided = x[:, ::2]
     for _ in range(2):
-        assert torch.equal(rows.sum_exp(apart, apart.amax(-1)), ops.sum_exp(apart, apart.amax(-1)))
+        assert torch.equal(
+            rows.sum_exp(strided, strided.amax(-1)), ops.sum_exp(strided, strided.amax(-1))
+        )
     assert [record.message for record in caplog.records] == [
         "a norm or a loss of (4, 4) needs several passes over memory: it reads a tensor with"
         " strides (8, 2)"
@@ -190,7 +197,7 @@ def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(
     assert rows.sum_exp(x[:0], x[:0].amax(-1)).shape == (0,)
     assert rows.rms_product(x, x.float(), None, torch.float32).shape == (4,)
     assert rows.rms_product(x, x, None, torch.float64).dtype == torch.float64, (
-        "where the model squares in it"
+        "the model computes the squares in float64"
     )
     with FakeTensorMode():
         assert rows.rms_product(

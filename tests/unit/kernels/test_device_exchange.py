@@ -1,5 +1,5 @@
-"""The device's code of products and routes, on the CPU with virtual ranks and emulated streams,
-computes what the references compute."""
+"""The device code of overlapped products and expert routing, emulated on the CPU with virtual ranks
+and streams, gives the results of the references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from native import needs_host
 from norm_cases import EPS, NORMED, ranks_of, same
 from overlap_cases import whole_numbers
-from route_cases import drawn
+from route_cases import random_tokens
 
 from autopar.errors import KernelError
 from autopar.kernels import library, normed, overlapped, routed
@@ -40,9 +40,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "bmk,kn->bmn"])
-@pytest.mark.parametrize("width", [3, 40])  # so that outer dims are copied at once, and one by one
+@pytest.mark.parametrize("width", [3, 40])  # outer dims are copied together or one by one
 @pytest.mark.parametrize("blocks", [None, Blocks(1), Blocks(3)])
-def test_products_are_gathered_and_scattered(
+def test_overlapped_products_equal_their_references(
     equation: str, size: int, width: int, blocks: Blocks | None
 ) -> None:
     peers, dim = VirtualRanks(size, blocks=blocks), equation.index("m")
@@ -50,39 +50,39 @@ def test_products_are_gathered_and_scattered(
     for epoch in range(1, 4):
         x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
         shards, others = shards_of(x, dim, size), [w + rank for rank in range(size)]
-        found = gather_all(peers, equation, shards, others, 0, dim, 2)
+        results = gather_all(peers, equation, shards, others, 0, dim, 2)
         expected = overlapped.all_gather_matmul_reference(equation, shards, others, 0, dim)
         assert all(
             torch.equal(a, b)
-            for pair in zip(found, expected, strict=True)
+            for pair in zip(results, expected, strict=True)
             for a, b in zip(*pair, strict=True)
         )
         pairs = [(x + rank, other) for rank, other in enumerate(others)]
         parts = scatter_all(peers, equation, pairs, dim, 2)
-        wanted = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
-        assert all(torch.equal(a, b) for a, b in zip(parts, wanted, strict=True))
+        expected_parts = overlapped.matmul_reduce_scatter_reference(equation, pairs, dim)
+        assert all(torch.equal(a, b) for a, b in zip(parts, expected_parts, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("shape", [(601, 513), (2, 301, 516), (3, 7, 5)])
-def test_blocks_copy_all_of_runs_that_take_many_turns(
+def test_block_copies_with_many_iterations_are_complete(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """In units of 16 bytes, of 4 and of 1, contiguous or run by run."""
+    """The copies use units of 16 bytes, 4 bytes and 1 byte, and contiguous and strided runs."""
     x, dim = (torch.arange(math.prod(shape)) % 251).reshape(shape).to(dtype), len(shape) - 2
     peers = VirtualRanks(3, blocks=Blocks(2))
     parts, shards = shards_of(x, dim, 3), Shards.of(x.shape, dim, dtype, 3, 2)
     for epoch in range(2):
-        wanted = x + epoch
+        expected = x + epoch
         jobs = {
             rank: Gather(part + epoch, torch.zeros_like(x), lambda begin, length: None)
             for rank, part in enumerate(parts)
         }
         gather(peers, shards, jobs)
-        assert all(torch.equal(job.gathered, wanted) for job in jobs.values())
+        assert all(torch.equal(job.gathered, expected) for job in jobs.values())
 
 
-def test_blocks_that_are_held_back_to_a_rate_copy_all() -> None:
+def test_rate_limited_block_copies_are_complete() -> None:
     x = torch.arange(3 << 15, dtype=torch.uint8).reshape(-1, 1)
     jobs = {
         rank: Gather(part, torch.zeros_like(x), lambda begin, length: None)
@@ -92,14 +92,14 @@ def test_blocks_that_are_held_back_to_a_rate_copy_all() -> None:
     assert all(torch.equal(job.gathered, x) for job in jobs.values())
 
 
-def test_blocks_are_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copies_are_only_available_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_KERNELS")
     with pytest.raises(KernelError, match="block copies"):
         VirtualRanks(2, blocks=Blocks())
 
 
 @pytest.mark.parametrize("blocks", [Blocks(0), Blocks(1 << 16), Blocks(1, -1.0)])
-def test_no_blocks_and_too_many_are_refused(blocks: Blocks) -> None:
+def test_invalid_block_settings_are_refused(blocks: Blocks) -> None:
     with pytest.raises(KernelError, match="all_gather_matmul_pull"):
         gather_all(
             VirtualRanks(1, blocks=blocks),
@@ -112,8 +112,8 @@ def test_no_blocks_and_too_many_are_refused(blocks: Blocks) -> None:
         )
 
 
-def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """No driver takes them in the emulation; what runs threads of the host asks none."""
+def test_signals_that_run_as_kernels_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """In the emulation, no driver accepts the signals, so that they run as kernels."""
     peers, pairs = (
         VirtualRanks(2),
         [(whole_numbers((4, 3), rank), whole_numbers((3, 2), rank)) for rank in range(2)],
@@ -127,74 +127,79 @@ def test_that_signals_are_kernels_is_said_once(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
-def test_parts_are_added_in_order_in_every_dtype(dtype: torch.dtype) -> None:
+def test_parts_are_added_in_rank_order_in_each_dtype(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     values = [
         (torch.randn(700, 5, generator=generator) * 100.0 ** (rank % 2)).to(dtype)
         for rank in range(3)
     ]
     pairs = [(value, torch.eye(5, dtype=dtype)) for value in values]
-    found = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
+    total = torch.cat(scatter_all(VirtualRanks(3), "mk,kn->mn", pairs, 0, 1))
     assert torch.equal(
-        found, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
+        total, torch.cat(overlapped.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0))
     )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_sums_are_added_to_residuals_and_normed(size: int, dtype: torch.dtype) -> None:
+def test_scattered_sums_with_residual_and_norm_equal_the_reference(
+    size: int, dtype: torch.dtype
+) -> None:
     peers = VirtualRanks(size)
     for epoch, (equation, left, right, dim) in enumerate(NORMED[::2]):
         ranks = ranks_of(equation, left, right, dim, size, dtype, seed=epoch)
         for rounded in (False, True):
             settings = ranks.pairs, ranks.residuals, ranks.weights, dim
             norms = ranks.norms(rounded=rounded)
-            found = scatter_norm_all(peers, equation, ranks.pairs, norms, dim, 2)
+            results = scatter_norm_all(peers, equation, ranks.pairs, norms, dim, 2)
             assert same(
-                found, normed.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded)
+                results,
+                normed.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded),
             )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_go_and_come_back(size: int, dtype: torch.dtype) -> None:
+def test_expert_dispatch_and_combine_equal_their_references(size: int, dtype: torch.dtype) -> None:
     peers = VirtualRanks(size)
     for choices, per_rank, seed in ((1, 1, 0), (2, 3, 1), (2, 3, 2)):
-        xs, experts, weights, most = drawn(size, choices, per_rank, seed)
+        xs, experts, weights, most = random_tokens(size, choices, per_rank, seed)
         xs, weights = (
             [x.to(dtype) for x in xs],
             [w.to(torch.float64 if dtype == torch.float64 else torch.float32) for w in weights],
         )
         expected = routed.moe_dispatch_reference(xs, experts, size * per_rank, most)
-        found = dispatch_all(peers, xs, experts, size * per_rank, most)
-        for job, parts in zip(found, expected, strict=True):
+        jobs = dispatch_all(peers, xs, experts, size * per_rank, most)
+        for job, parts in zip(jobs, expected, strict=True):
             assert all(
                 torch.equal(a, b)
                 for a, b in zip((job.rows, job.table, job.position), parts, strict=True)
             )
-        wanted = routed.moe_combine_reference(
+        expected_outputs = routed.moe_combine_reference(
             [part[0] for part in expected], expected[0][1], [part[2] for part in expected], weights
         )
         combined = combine_all(peers, expected, weights)
         assert all(
             torch.equal(job.y, y) and torch.equal(job.returned, back)
-            for job, (y, back) in zip(combined, wanted, strict=True)
+            for job, (y, back) in zip(combined, expected_outputs, strict=True)
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_experts_are_used_where_they_come_to_lie(size: int, dtype: torch.dtype) -> None:
+def test_expert_layer_on_dispatched_rows_equals_the_local_layer(
+    size: int, dtype: torch.dtype
+) -> None:
     peers = VirtualRanks(size)
     for seed in range(2):
         for width in (row_cases.H, 24):
-            ranks = row_cases.drawn(size, 2, dtype, seed, torch.float32, width)
+            ranks = row_cases.random_operands(size, 2, dtype, seed, torch.float32, width)
             assert row_cases.same(
                 row_cases.both(ranks, row_cases.between(peers)), row_cases.both(ranks, Together)
             )
 
 
-def test_more_pairs_than_a_block_has_threads_stay_in_order_and_wide_rows_are_whole() -> None:
+def test_dispatch_of_many_wide_rows_equals_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     x, experts = (
         torch.randn(700, 516, generator=generator),

@@ -1,5 +1,5 @@
-"""Signals are epochs that only rise: a waiter that is late finds them past, one that no one
-serves times out."""
+"""Signals are epochs that only increase. A late waiter returns at once, and a waiter without a
+signal times out."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ def wait(flag: torch.Tensor, epoch: int) -> int:
     return library.function("host", "ap_epoch_wait_host")(flag.data_ptr(), epoch)
 
 
-def test_a_wait_ends_when_the_flag_has_reached_the_epoch_or_passed_it() -> None:
+def test_wait_returns_once_the_flag_reaches_or_exceeds_the_epoch() -> None:
     flag = torch.zeros(1, dtype=torch.int64)
     assert wait(flag, 0) == 0
     assert signal(flag, 3) == 0
     assert [wait(flag, epoch) for epoch in (1, 2, 3)] == [0, 0, 0]
 
 
-def test_a_missing_signal_is_a_time_out_that_says_so() -> None:
+def test_missing_signal_raises_a_timeout_error() -> None:
     flag = torch.full((1,), 4, dtype=torch.int64)
     with pytest.raises(KernelError, match=r"(?s)timed out.*epoch\.h"):
         library.check(wait(flag, 5), "ap_epoch_wait")
 
 
-def test_a_signal_that_does_not_raise_its_flag_is_refused() -> None:
+def test_signal_that_does_not_increase_the_flag_is_refused() -> None:
     flag = torch.zeros(1, dtype=torch.int64)
     assert signal(flag, 2) == 0
     assert signal(flag, 2) == signal(flag, 1) == 1
     assert flag.item() == 2
 
 
-def test_a_waiter_sees_what_was_written_before_the_signal() -> None:
-    """Two threads hand a buffer to and fro; each writes only after it has waited for the other."""
+def test_waiter_reads_data_written_before_the_signal() -> None:
+    """Two threads pass a buffer back and forth. Each writes only after it has waited for the
+    other."""
     flags, value = torch.zeros(2, dtype=torch.int64), ctypes.c_int64(0)
 
     def side(own: int) -> list[int]:
-        seen = []
+        values = []
         for turn in range(1, 51):
             if own == 1 or turn > 1:
                 library.check(wait(flags[1 - own :], turn - (own == 0)), "wait")
-                seen.append(value.value)
+                values.append(value.value)
             value.value = 2 * turn + own
             library.check(signal(flags[own:], turn), "signal")
-        return seen
+        return values
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(side, (0, 1))

@@ -1,5 +1,4 @@
-"""The sum over peers, the residual and the norm, in one order: what compiled code computes
-equals the reference bit by bit."""
+"""The kernel for the sum over peers, the residual and the norm equals its reference bit by bit."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def inputs_of(
     world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
-    return made[1:], made[0], torch.randn(shape[-1], generator=generator).to(dtype)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
+    return tensors[1:], tensors[0], torch.randn(shape[-1], generator=generator).to(dtype)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -46,13 +45,15 @@ def test_forward_and_backward_equal_their_references_bit_by_bit(
     world: int, shape: tuple[int, int], dtype: torch.dtype, rounded: bool
 ) -> None:
     parts, residual, weight = inputs_of(world, shape, dtype)
-    made = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded)
+    results = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded)
     assert all(
         same(a, b)
-        for a, b in zip(made, reference_forward(parts, residual, weight, EPS, rounded), strict=True)
+        for a, b in zip(
+            results, reference_forward(parts, residual, weight, EPS, rounded), strict=True
+        )
     )
     grads, grad_y, _ = inputs_of(1, shape, dtype, seed=1)
-    settings = grad_y, grads[0], *made[:2], weight, EPS
+    settings = grad_y, grads[0], *results[:2], weight, EPS
     assert all(
         same(a, b)
         for a, b in zip(backward_op(*settings), reference_backward(*settings), strict=True)
@@ -60,7 +61,7 @@ def test_forward_and_backward_equal_their_references_bit_by_bit(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_peers_are_added_in_the_order_of_their_ranks(world: int) -> None:
+def test_parts_are_added_in_the_order_of_the_ranks(world: int) -> None:
     parts, residual, weight = inputs_of(world, (9, 40), torch.float32)
     total = parts[0]
     for part in parts[1:]:
@@ -75,7 +76,7 @@ def test_peers_are_added_in_the_order_of_their_ranks(world: int) -> None:
     ("dtype", "digits"),
     ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2), (torch.half, 2e-3)),
 )
-def test_it_is_the_norm_that_torch_has(dtype: torch.dtype, digits: float) -> None:
+def test_norm_matches_torch_rms_norm(dtype: torch.dtype, digits: float) -> None:
     parts, residual, weight = inputs_of(3, (4, 6, 200), dtype)
     y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
     wide = y.double()
@@ -88,7 +89,9 @@ def test_it_is_the_norm_that_torch_has(dtype: torch.dtype, digits: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.half))
-def test_what_is_rounded_before_the_weight_is_what_models_compute(dtype: torch.dtype) -> None:
+def test_rounded_norm_is_rounded_before_the_multiplication_by_the_weight(
+    dtype: torch.dtype,
+) -> None:
     parts, residual, weight = inputs_of(3, (40, 200), dtype)
     y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS, rounded=True)
     wide = y.float()
@@ -99,11 +102,11 @@ def test_what_is_rounded_before_the_weight_is_what_models_compute(dtype: torch.d
 
 
 @pytest.mark.parametrize("uses", ("both", "y", "normed"))
-def test_gradients_are_those_of_autograd(uses: str) -> None:
+def test_gradients_match_autograd(uses: str) -> None:
     parts, residual, weight = inputs_of(3, (2, 35, 24), torch.float64)
     leaves = [t.requires_grad_() for t in (*parts, residual, weight)]
 
-    def plain(
+    def reference(
         parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         y = residual + torch.stack(parts).sum(0)
@@ -115,57 +118,57 @@ def test_gradients_are_those_of_autograd(uses: str) -> None:
         )
 
     y, _, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
-    found = torch.autograd.grad(loss(y, normed), leaves)
+    grads = torch.autograd.grad(loss(y, normed), leaves)
     expected = torch.autograd.grad(
-        loss(*plain(parts, residual, weight, EPS)), leaves, materialize_grads=True
+        loss(*reference(parts, residual, weight, EPS)), leaves, materialize_grads=True
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
-    assert all(torch.equal(found[0], grad) for grad in found[1:4])
+    assert all(torch.equal(grads[0], grad) for grad in grads[1:4])
 
 
-def test_no_gradient_flows_through_the_squares() -> None:
+def test_squares_have_no_gradient() -> None:
     parts, residual, weight = inputs_of(2, (3, 8), torch.float32)
-    made = reduce_add_rmsnorm(parts, residual.requires_grad_(), weight, EPS)
-    assert [t.requires_grad for t in made] == [True, False, True]
+    results = reduce_add_rmsnorm(parts, residual.requires_grad_(), weight, EPS)
+    assert [t.requires_grad for t in results] == [True, False, True]
 
 
-def test_threads_change_nothing() -> None:
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
     parts, residual, weight = inputs_of(3, (200, 1500), torch.bfloat16)
     try:
-        found: list[tuple[Tensor, ...]] = []
+        results: list[tuple[Tensor, ...]] = []
         for threads in (1, 4):
             torch.set_num_threads(threads)
             y, squares, normed = reduce_add_rmsnorm(parts, residual, weight, EPS)
-            found.append(
+            results.append(
                 (y, squares, normed, *backward_op(residual, parts[0], y, squares, weight, EPS))
             )
     finally:
         torch.set_num_threads(1)
-    assert all(same(a, b) for a, b in zip(*found, strict=True))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tensors_that_are_not_aligned_or_not_contiguous_are_taken_alike(dtype: torch.dtype) -> None:
-    held = torch.randn(4, 801, generator=torch.Generator().manual_seed(3)).to(dtype)
-    parts = [held[0, 1:].view(20, 40), held[1, 1:].view(40, 20).t()]
-    residual, weight = held[2, :800].view(20, 40), held[3, 3:43]
-    made = reduce_add_rmsnorm(parts, residual, weight, EPS)
+def test_unaligned_and_non_contiguous_tensors_give_the_same_results(dtype: torch.dtype) -> None:
+    storage = torch.randn(4, 801, generator=torch.Generator().manual_seed(3)).to(dtype)
+    parts = [storage[0, 1:].view(20, 40), storage[1, 1:].view(40, 20).t()]
+    residual, weight = storage[2, :800].view(20, 40), storage[3, 3:43]
+    results = reduce_add_rmsnorm(parts, residual, weight, EPS)
     assert all(
         same(a, b)
-        for a, b in zip(made, reference_forward(parts, residual, weight, EPS), strict=True)
+        for a, b in zip(results, reference_forward(parts, residual, weight, EPS), strict=True)
     )
-    assert all(t.is_contiguous() for t in made)
+    assert all(t.is_contiguous() for t in results)
 
 
-def test_forward_is_a_sound_operator() -> None:
+def test_forward_passes_opcheck() -> None:
     parts, residual, weight = inputs_of(2, (3, 5, 16), torch.float32)
     leaves = [p.requires_grad_() for p in parts], residual.requires_grad_(), weight.requires_grad_()
     for rounded in (False, True):
         torch.library.opcheck(forward_op, (*leaves, EPS, rounded))
 
 
-def test_backward_is_a_sound_operator() -> None:
+def test_backward_passes_opcheck() -> None:
     (normed, y), grad_y, weight = inputs_of(2, (3, 5, 16), torch.bfloat16)
     torch.library.opcheck(backward_op, (grad_y, normed, y, torch.ones(3, 5), weight, EPS))
 
@@ -197,13 +200,13 @@ REFUSED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+def test_mismatched_operands_are_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
 
 
 @needs_host
-def test_the_library_refuses_what_it_cannot_read() -> None:
+def test_library_refuses_invalid_arguments() -> None:
     for world, code, rows, hidden in ((0, 0, 1, 1), (1, 4, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)):
         arguments = *(None,) * 5, code, rows, hidden, EPS, 0, 1
         assert (

@@ -1,5 +1,5 @@
-"""The op of a product, its scattered sums, the residual and the norm: its reference to the last
-bit, with gradients, or step by step."""
+"""The op that computes a product, reduce-scatters it, adds a residual and applies a norm. It equals
+its reference bit by bit, with gradients, and falls back to separate steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kernels() -> None:
 
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels whose waits have a time-out."""
+    """Use kernels whose waits have a timeout."""
     monkeypatch.setenv("AUTOPAR_KERNELS", "debug")
     library.forget()
     if library.host() is None:
@@ -49,7 +49,7 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.forget()
 
 
-def found(
+def kernel_results(
     peers: Peers, equation: str, ranks: Ranks, dim: int, num_chunks: int, rounded: bool
 ) -> list[tuple[Tensor, ...]]:
     return list(
@@ -59,18 +59,20 @@ def found(
     )
 
 
-def expected(equation: str, ranks: Ranks, dim: int, rounded: bool) -> list[tuple[Tensor, ...]]:
+def reference_results(
+    equation: str, ranks: Ranks, dim: int, rounded: bool
+) -> list[tuple[Tensor, ...]]:
     settings = ranks.pairs, ranks.residuals, ranks.weights, dim, EPS, rounded
     return list(normed_scatter.matmul_reduce_add_rmsnorm_reference(equation, *settings))
 
 
-# --- the reference, to the last bit
+# --- equality with the reference
 # --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)
 @pytest.mark.parametrize("size", WORLDS)
-def test_virtual_ranks_compute_what_the_reference_does(
+def test_virtual_ranks_give_the_results_of_the_reference(
     kernels: None, size: int, dtype: torch.dtype
 ) -> None:
     peers = VirtualRanks(size)
@@ -78,80 +80,88 @@ def test_virtual_ranks_compute_what_the_reference_does(
         ranks = ranks_of(equation, left, right, dim, size, dtype, seed=epoch)
         for num_chunks, rounded in ((1, False), (2, True), (2, False), (3, True)):
             assert same(
-                found(peers, equation, ranks, dim, num_chunks, rounded),
-                expected(equation, ranks, dim, rounded),
+                kernel_results(peers, equation, ranks, dim, num_chunks, rounded),
+                reference_results(equation, ranks, dim, rounded),
             )
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", WORLDS)
-def test_threads_that_may_be_late_compute_it_epoch_after_epoch_in_the_same_memory(
+def test_delayed_threads_give_correct_results_over_many_epochs(
     kernels: None, size: int, rounded: bool
 ) -> None:
     def pause(rank: int, phase: int) -> None:
-        if (7 * rank + 3 * phase + len(taken)) % 11 == 0:
+        if (7 * rank + 3 * phase + len(pauses)) % 11 == 0:
             time.sleep(0.0005)
-        taken.append(rank)
+        pauses.append(rank)
 
-    taken: list[int] = []
+    pauses: list[int] = []
     with HostThreads(size, pause) as peers:
         for epoch in range(40):
             ranks = ranks_of(EQUATION, (7, 2), (2, 9), 0, size, BF16, seed=epoch)
             assert same(
-                found(peers, EQUATION, ranks, 0, 2, rounded), expected(EQUATION, ranks, 0, rounded)
+                kernel_results(peers, EQUATION, ranks, 0, 2, rounded),
+                reference_results(EQUATION, ranks, 0, rounded),
             )
         assert [regions.epochs for regions in peers._regions.values()] == [[40] * size]
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)
 @pytest.mark.parametrize("size", WORLDS)
-def test_parts_are_added_in_the_order_of_the_ranks_each_time(
+def test_parts_are_always_added_in_the_order_of_the_ranks(
     kernels: None, size: int, dtype: torch.dtype
 ) -> None:
     ranks, peers = scaled_ranks((37, 9), size, dtype), VirtualRanks(size)
-    wanted = expected(EQUATION, ranks, 0, True)
-    assert all(same(found(peers, EQUATION, ranks, 0, 2, True), wanted) for _ in range(5))
+    expected = reference_results(EQUATION, ranks, 0, True)
+    assert all(same(kernel_results(peers, EQUATION, ranks, 0, 2, True), expected) for _ in range(5))
 
 
-# --- planted faults
+# --- injected faults
 # --------------------------------------------------------------------------------------------------
 
 
-def test_parts_in_another_order_are_noticed(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def turned(made: Any, parts: Sequence[Tensor], *rest: Any) -> None:
-        forward_into(made, [parts[0], *parts[:0:-1]], *rest)
+def test_adding_parts_in_another_order_changes_the_results(
+    kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_in_reverse_order(out: Any, parts: Sequence[Tensor], *rest: Any) -> None:
+        forward_into(out, [parts[0], *parts[:0:-1]], *rest)
 
     ranks, forward_into = scaled_ranks((37, 9), 3, F32), normed.forward_into
-    monkeypatch.setattr(normed, "forward_into", turned)
+    monkeypatch.setattr(normed, "forward_into", add_in_reverse_order)
     assert not same(
-        found(VirtualRanks(3), EQUATION, ranks, 0, 2, False), expected(EQUATION, ranks, 0, False)
+        kernel_results(VirtualRanks(3), EQUATION, ranks, 0, 2, False),
+        reference_results(EQUATION, ranks, 0, False),
     )
 
 
 @pytest.mark.parametrize(
     ("later", "further"), [(1, 0), (0, 1)], ids=["the epoch's before", "the next rank's"]
 )
-def test_a_part_from_a_wrong_slot_is_noticed(
+def test_reading_a_part_from_a_wrong_slot_changes_the_results(
     kernels: None, monkeypatch: pytest.MonkeyPatch, later: int, further: int
 ) -> None:
-    """Its own part a rank writes, and all parts it reads, in slots of another epoch or rank;
-    what peers write lies where it belongs."""
+    """A rank writes its own part and reads all parts in slots of another epoch or rank. The peers
+    write to the correct slots."""
 
-    def wrong(
+    def other_slot(
         shards: chunked.Shards, regions: Any, rank: int, epoch: int, out: Tensor, sender: int
     ) -> Tensor:
         return slot(shards, regions, rank, epoch + later, out, (sender + further) % shards.size)
 
     slot, peers = chunked._slot, VirtualRanks(3)
     first, second = (ranks_of(EQUATION, (11, 3), (3, 40), 0, 3, seed=seed) for seed in range(2))
-    assert same(found(peers, EQUATION, first, 0, 2, False), expected(EQUATION, first, 0, False))
-    monkeypatch.setattr(chunked, "_slot", wrong)
+    assert same(
+        kernel_results(peers, EQUATION, first, 0, 2, False),
+        reference_results(EQUATION, first, 0, False),
+    )
+    monkeypatch.setattr(chunked, "_slot", other_slot)
     assert not same(
-        found(peers, EQUATION, second, 0, 2, False), expected(EQUATION, second, 0, False)
+        kernel_results(peers, EQUATION, second, 0, 2, False),
+        reference_results(EQUATION, second, 0, False),
     )
 
 
-def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
+def test_missing_signal_of_a_peer_raises_a_timeout_error(debug: None) -> None:
     ranks = ranks_of(EQUATION, (2, 3), (3, 4), 0, 2)
     with (
         HostThreads(2) as peers,
@@ -167,7 +177,7 @@ def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
 
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize(("equation", "left", "right", "dim"), [NORMED[0], NORMED[2]])
-def test_torch_accepts_it(
+def test_operator_passes_opcheck(
     equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, rounded: bool
 ) -> None:
     operands = [x.requires_grad_() for x in ranks_of(equation, left, right, dim, 1).of(0)]
@@ -175,14 +185,14 @@ def test_torch_accepts_it(
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_on_fake_tensors_it_has_the_shapes_of_an_uneven_split(rank: int) -> None:
+def test_fake_results_have_the_shapes_of_an_uneven_shard(rank: int) -> None:
     shape = (2, (3, 3, 1)[rank], 5)
     with FakeTensorMode():
         a, b, residual, weight = (
             torch.empty(each, dtype=BF16) for each in ((2, 7, 4), (5, 4), shape, (5,))
         )
-        made = OP(a, b, residual, weight, "bsk,nk->bsn", 1, 3, "anyone", rank, 2, EPS, True)
-    assert [(tuple(x.shape), x.dtype) for x in made] == [
+        results = OP(a, b, residual, weight, "bsk,nk->bsn", 1, 3, "anyone", rank, 2, EPS, True)
+    assert [(tuple(x.shape), x.dtype) for x in results] == [
         (shape, BF16),
         (shape[:2], F32),
         (shape, BF16),
@@ -192,7 +202,7 @@ def test_on_fake_tensors_it_has_the_shapes_of_an_uneven_split(rank: int) -> None
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("equation", "left", "right", "dim"), NORMED)
-def test_gradients_are_those_of_the_reference(
+def test_gradients_match_the_reference(
     kernels: None,
     equation: str,
     left: tuple[int, ...],
@@ -217,22 +227,22 @@ def test_gradients_are_those_of_the_reference(
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
         gradients = peers.each(run)
     total = sum(
-        (loss(y, normed) for y, _, normed in expected(equation, ranks, dim, rounded)),
+        (loss(y, normed) for y, _, normed in reference_results(equation, ranks, dim, rounded)),
         torch.zeros((), dtype=torch.float64),
     )
-    wanted = torch.autograd.grad(total, [x for own in leaves for x in own])
-    for a, b in zip([x for own in gradients for x in own], wanted, strict=True):
+    expected = torch.autograd.grad(total, [x for own in leaves for x in own])
+    for a, b in zip([x for own in gradients for x in own], expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
-# --- what a program calls
+# --- functions called by programs
 # --------------------------------------------------------------------------------------------------
 
 
 def steps(
     ranks: Ranks, rank: int, part: Tensor, dtype: torch.dtype, rounded: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a graph without the kernel runs after the reduce_scatter."""
+    """Compute the steps that follow the reduce_scatter in a graph without the kernel."""
     y = ranks.residuals[rank] + part
     squares = ops.square_sum(y, dtype)
     return (
@@ -242,7 +252,7 @@ def steps(
     )
 
 
-def called(
+def call_step(
     ranks: Ranks, rank: int, group: AxisGroup, rounded: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     a, b, residual, weight = ranks.of(rank)
@@ -253,17 +263,17 @@ def called(
 
 
 @pytest.mark.parametrize("rounded", [BF16, F32])
-def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(
+def test_ranks_at_different_speeds_get_the_results_of_each_epoch(
     kernels: None, rounded: torch.dtype
 ) -> None:
     epochs = [ranks_of(EQUATION, (11, 3), (3, 16), 0, 3, BF16, seed=epoch) for epoch in range(30)]
-    wanted = [expected(EQUATION, ranks, 0, rounded == BF16) for ranks in epochs]
+    expected = [reference_results(EQUATION, ranks, 0, rounded == BF16) for ranks in epochs]
 
     def run(rank: int) -> bool:
         group = AxisGroup("own pace", 3, rank)
         return all(
-            same([called(ranks, rank, group, rounded)], [made[rank]])
-            for ranks, made in zip(epochs, wanted, strict=True)
+            same([call_step(ranks, rank, group, rounded)], [reference[rank]])
+            for ranks, reference in zip(epochs, expected, strict=True)
         )
 
     with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
@@ -271,17 +281,19 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)
-def test_along_an_axis_of_size_one_the_steps_run_one_after_the_other(dtype: torch.dtype) -> None:
+def test_axis_of_size_one_runs_the_separate_steps(dtype: torch.dtype) -> None:
     ranks = ranks_of(EQUATION, (11, 3), (3, 16), 0, 1, dtype)
-    made = called(ranks, 0, AxisGroup("", 1, 0), dtype)
+    results = call_step(ranks, 0, AxisGroup("", 1, 0), dtype)
     assert same(
-        [made], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), library.wide(dtype), dtype)]
+        [results], [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), library.wide(dtype), dtype)]
     )
 
 
-def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    made = called(ranks_of(EQUATION, (11, 3), (3, 16), 0, 3, BF16), 1, AxisGroup("", 3, 1), BF16)
-    assert [(tuple(x.shape), x.dtype) for x in made] == [
+def test_fake_group_gives_the_shapes_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    results = call_step(
+        ranks_of(EQUATION, (11, 3), (3, 16), 0, 3, BF16), 1, AxisGroup("", 3, 1), BF16
+    )
+    assert [(tuple(x.shape), x.dtype) for x in results] == [
         ((4, 16), BF16),
         ((4,), F32),
         ((4, 16), BF16),
@@ -290,7 +302,7 @@ def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("rounded", [BF16, F32])
-def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_says_so_once(
+def test_separate_steps_run_with_one_warning_without_shared_memory(
     rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(providers, "_said", set())
@@ -301,10 +313,10 @@ def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_say
     )
     ranks = ranks_of(EQUATION, (4, 3), (3, 16), 0, 2, BF16)
     with caplog.at_level(logging.WARNING, "autopar.kernels"):
-        made = called(ranks, 1, AxisGroup("gloo", 2, 1), rounded)
+        results = call_step(ranks, 1, AxisGroup("gloo", 2, 1), rounded)
         whole = OP(*ranks.of(1), EQUATION, 0, 2, "gloo", 1, 2, EPS, rounded == BF16)
     part = ops.dot(EQUATION, *ranks.pairs[1])[2:] * 2
-    assert same([made], [steps(ranks, 1, part, F32, rounded)])
+    assert same([results], [steps(ranks, 1, part, F32, rounded)])
     reference = normed.reference_forward(
         [part], ranks.residuals[1], ranks.weights[1], EPS, rounded == BF16
     )
@@ -314,7 +326,7 @@ def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_say
     ]
 
 
-def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
+def test_step_in_a_graph_is_bound_to_its_group() -> None:
     ranks = ranks_of(EQUATION, (11, 3), (3, 16), 0, 1)
     graph = fx.Graph()
     operands = [graph.placeholder(name) for name in ("a", "b", "residual", "weight")]
@@ -329,14 +341,14 @@ def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
     assert bound_node.target is fused.norm_bound
     assert bound_node.args[4:] == (EQUATION, ChunkedDim.of(0, groups[1], 2), norm)
     with use_groups(groups):
-        made = whole(*ranks.of(0))
+        results = whole(*ranks.of(0))
     assert same(
-        [module(*ranks.of(0)), made],
+        [module(*ranks.of(0)), results],
         [steps(ranks, 0, ops.dot(EQUATION, *ranks.pairs[0]), F32, F32)] * 2,
     )
 
 
-# --- what does not fit
+# --- refused operands
 # --------------------------------------------------------------------------------------------------
 
 A, B, X, W = torch.ones(4, 3), torch.ones(3, 8), torch.ones(2, 8), torch.ones(8)
@@ -373,7 +385,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
+def test_mismatched_operands_are_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
 
@@ -387,7 +399,7 @@ def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
         (8, F32, F32, BF16),
     ],
 )
-def test_norms_that_the_kernel_does_not_take_are_refused(
+def test_unsupported_norms_are_refused(
     n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
 ) -> None:
     with pytest.raises(KernelError, match=f"no kernel computes this norm: n={n} of 8"):
@@ -397,7 +409,7 @@ def test_norms_that_the_kernel_does_not_take_are_refused(
         )
 
 
-def test_which_norms_the_kernel_takes() -> None:
+def test_supported_norms() -> None:
     assert normed_scatter.norms(BF16, BF16, F32, BF16, BF16)
     assert normed_scatter.norms(BF16, BF16, F32, F32, BF16)
     assert normed_scatter.norms(
@@ -408,7 +420,7 @@ def test_which_norms_the_kernel_takes() -> None:
     assert not normed_scatter.norms(BF16, BF16, BF16, BF16, BF16)
 
 
-def test_a_product_cannot_be_cut_into_nothing() -> None:
+def test_zero_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match="0 chunks"):
         norm = RmsNorm(8, EPS, F32, F32, F32)
         normed_scatter.dot_reduce_add_rmsnorm(

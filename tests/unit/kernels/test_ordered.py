@@ -11,7 +11,7 @@ from autopar.kernels.packing import GROUP, LANES, add_all, ordered_sum
 
 
 def by_hand(values: list[float], group: int) -> float:
-    """The order as `sums.h` says it, one addition after the other, in double."""
+    """Add the values in the order documented in `sums.h`, one by one, in float64."""
     lanes = [0.0] * LANES
     for index, value in enumerate(values):
         lanes[index // group % LANES] += value
@@ -24,13 +24,13 @@ def by_hand(values: list[float], group: int) -> float:
 
 
 @pytest.mark.parametrize("size", (0, 1, 7, 8, 2047, 2048, 2049, 5000))
-def test_a_sum_is_taken_in_the_order_that_is_written_down(size: int) -> None:
+def test_sum_has_the_documented_order(size: int) -> None:
     x = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     assert ordered_sum(x).tolist() == [by_hand(row.tolist(), GROUP) for row in x]
     assert add_all(x).tolist() == [by_hand(row.tolist(), 1) for row in x]
     assert ordered_sum(x)[0].item() == pytest.approx(math.fsum(x[0].tolist()), abs=1e-12)
 
 
-def test_another_order_gives_another_sum() -> None:
+def test_another_order_gives_a_different_sum() -> None:
     x = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert ordered_sum(x) != add_all(x)

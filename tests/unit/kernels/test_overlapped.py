@@ -1,5 +1,5 @@
-"""The overlapped products as operators: registered as torch expects, with gradients, and with
-their decomposition where they cannot run."""
+"""The overlapped products as operators: registration, gradients, and the decomposition that
+replaces them if they cannot run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kernels() -> None:
 
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels whose waits have a time-out."""
+    """Use kernels whose waits have a timeout."""
     monkeypatch.setenv("AUTOPAR_KERNELS", "debug")
     library.forget()
     if library.host() is None:
@@ -51,7 +51,7 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("equation", "which", "dim"), [("mk,kn->mn", 0, 0), ("bsk,nk->bsn", 0, 1), ("nk,sk->sn", 1, 0)]
 )
-def test_torch_accepts_all_gather_matmul(
+def test_all_gather_matmul_passes_opcheck(
     equation: str, which: int, dim: int, with_bias: bool
 ) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
@@ -70,7 +70,7 @@ def test_torch_accepts_all_gather_matmul(
 @pytest.mark.parametrize(
     ("equation", "dim"), [("mk,kn->mn", 0), ("bsk,nk->bsn", 1), ("mk,kn->mn", 1)]
 )
-def test_torch_accepts_matmul_reduce_scatter(equation: str, dim: int, with_addend: bool) -> None:
+def test_matmul_reduce_scatter_passes_opcheck(equation: str, dim: int, with_addend: bool) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "s": 6}
     left, right, result = (
         torch.randn([sizes[letter] for letter in term])
@@ -85,7 +85,7 @@ def test_torch_accepts_matmul_reduce_scatter(equation: str, dim: int, with_adden
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_on_fake_tensors_both_have_the_shapes_of_an_uneven_split(rank: int) -> None:
+def test_fake_results_have_the_shapes_of_an_uneven_shard(rank: int) -> None:
     with FakeTensorMode():
         x, w = torch.empty(2, (3, 3, 1)[rank], 4), torch.empty(5, 4)
         whole, y = GATHER(x, w, "bsk,nk->bsn", 0, 1, 7, 3, "anyone", rank, 2)
@@ -107,7 +107,7 @@ def test_on_fake_tensors_both_have_the_shapes_of_an_uneven_split(rank: int) -> N
         ("bmk,bkn->bmn", (7, 2, 3), (7, 3, 2), 0, 0),
     ],
 )
-def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
+def test_gradients_of_all_gather_matmul_match_the_reference(
     kernels: None,
     equation: str,
     left: tuple[int, ...],
@@ -144,7 +144,7 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
         return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank], biases[rank]))
 
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
-        found = peers.each(run)
+        gradients = peers.each(run)
     reference = overlapped_references.all_gather_matmul_reference(
         equation, shards, others, which, dim, biases
     )
@@ -152,7 +152,7 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
     expected = torch.autograd.grad(total, [*shards, *others, *biases])
     assert all(
         torch.equal(a, b)
-        for a, b in zip([f[i] for i in range(3) for f in found], expected, strict=True)
+        for a, b in zip([f[i] for i in range(3) for f in gradients], expected, strict=True)
     )
 
 
@@ -165,7 +165,7 @@ def test_gradients_of_all_gather_matmul_are_those_of_the_reference(
         ("mk,kn->mn", (2, 3), (3, 7), 1),
     ],
 )
-def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
+def test_gradients_of_matmul_reduce_scatter_match_the_reference(
     kernels: None, equation: str, left: tuple[int, ...], right: tuple[int, ...], dim: int, size: int
 ) -> None:
     pairs = [
@@ -189,7 +189,7 @@ def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
         )
 
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
-        found = peers.each(run)
+        gradients = peers.each(run)
     parts = overlapped_references.matmul_reduce_scatter_reference(
         equation, pairs, dim, addends, biases
     )
@@ -202,20 +202,20 @@ def test_gradients_of_matmul_reduce_scatter_are_those_of_the_reference(
         [x for pair, *more in zip(pairs, addends, biases, strict=True) for x in (*pair, *more)],
     )
     assert all(
-        torch.equal(a, b) for a, b in zip([x for f in found for x in f], expected, strict=True)
+        torch.equal(a, b) for a, b in zip([x for f in gradients for x in f], expected, strict=True)
     )
 
 
-# --- what a program calls
+# --- functions called by programs
 # --------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: None) -> None:
-    """Each rank calls the functions 100 times, one after another; only the signals hold it back."""
+def test_ranks_at_different_speeds_get_the_results_of_each_epoch(kernels: None) -> None:
+    """Each rank calls the functions 100 times in a row. Only the signals synchronize the ranks."""
     x, w = whole_numbers((11, 3), 1), whole_numbers((3, 4), 2)
 
     def run(rank: int) -> bool:
-        group, well = AxisGroup("own pace", 3, rank), True
+        group, is_correct = AxisGroup("own pace", 3, rank), True
         for epoch in range(100):
             whole = x + epoch
             gathered, y = overlapped.all_gather_dot(
@@ -224,26 +224,28 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
             part = overlapped.dot_reduce_scatter(
                 "mk,kn->mn", (whole + rank, w), ChunkedDim.of(0, group, 2)
             )
-            added = overlapped.dot_reduce_scatter(
+            with_addend = overlapped.dot_reduce_scatter(
                 "mk,kn->mn", (whole + rank, w), ChunkedDim.of(0, group, 2), y * rank
             )
             expected = shards_of(
                 sum(((whole + other) @ w for other in range(3)), torch.zeros(11, 4)), 0, 3
             )[rank]
-            well = (
-                well
+            is_correct = (
+                is_correct
                 and torch.equal(gathered, whole)
                 and torch.equal(y, whole @ w)
                 and torch.equal(part, expected)
             )
-            well = well and torch.equal(added, expected + 3 * shards_of(y, 0, 3)[rank])
-        return well
+            is_correct = is_correct and torch.equal(
+                with_addend, expected + 3 * shards_of(y, 0, 3)[rank]
+            )
+        return is_correct
 
     with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
         assert peers.each(run) == [True] * 3
 
 
-def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
+def test_axis_of_size_one_computes_only_the_product() -> None:
     x, w, group = torch.randn(5, 3), torch.randn(3, 4), AxisGroup("", 1, 0)
     whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(0, group, 2))
     assert whole is x
@@ -256,10 +258,10 @@ def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     )
 
 
-def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first() -> None:
+def test_bias_is_added_only_by_the_first_shard_of_the_contracted_dims() -> None:
     x, w, bias = whole_numbers((5, 3), 1), whole_numbers((3, 4), 2), whole_numbers((4,), 3)
     over = ChunkedDim(dim=0, size=1, name="", coordinate=0, num_chunks=2)
-    for starts, added in (
+    for starts, expected_bias in (
         ((), bias),
         ((0,), bias),
         ((0, 0), bias),
@@ -268,10 +270,10 @@ def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first(
     ):
         _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, over, bias, starts)
         part = fused.scatter_bound(x, w, None, "mk,kn->mn", over, bias, starts)
-        assert torch.equal(y, x @ w + added) and torch.equal(part, y)
+        assert torch.equal(y, x @ w + expected_bias) and torch.equal(part, y)
 
 
-def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_fake_group_gives_the_shapes_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     x, w, group = torch.randn(4, 3), torch.randn(3, 4), AxisGroup("", 3, 1)
     whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(0, group, 2), 11)
     assert (tuple(whole.shape), tuple(y.shape)) == ((11, 3), (11, 4))
@@ -281,7 +283,7 @@ def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
-def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_says_so_once(
+def test_collective_and_product_run_with_one_warning_without_shared_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(providers, "_said", set())
@@ -316,7 +318,7 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
     ]
 
 
-def test_a_dtype_that_is_not_added_up_takes_the_decomposition(
+def test_unsupported_dtype_uses_the_decomposition(
     kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bound_ops, "reduce_scatter", lambda x, *_: x)
@@ -330,7 +332,7 @@ def test_a_dtype_that_is_not_added_up_takes_the_decomposition(
 
 
 @pytest.mark.slow
-def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
+def test_missing_signal_of_a_peer_raises_a_timeout_error(debug: None) -> None:
     x, w = whole_numbers((2, 3), 1), whole_numbers((3, 4), 2)
     with (
         HostThreads(2) as peers,
@@ -346,9 +348,9 @@ def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
         SCATTER(x, w, None, "mk,kn->mn", 0, 2, "alone", 0, 1)
 
 
-def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) -> None:
-    """Rank 1 says that its shard is there and is late with it: rank 0 multiplies what lay there
-    before."""
+def test_signal_before_its_data_gives_wrong_results(kernels: None) -> None:
+    """Rank 1 signals before it writes its shard, so that rank 0 multiplies the previous
+    contents."""
     x, w = whole_numbers((4, 3), 1), whole_numbers((3, 4), 2)
     shards, shape = shards_of(x, 0, 2), [4, 3]
 
@@ -393,7 +395,7 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers(kernels: None) 
         "bmk,bkn->bmn",
     ],
 )
-def test_a_product_is_written_where_it_belongs(equation: str) -> None:
+def test_product_is_written_into_the_given_output(equation: str) -> None:
     sizes = {"m": 5, "k": 3, "n": 4, "b": 2, "j": 2}
     left, right = (
         whole_numbers([sizes[letter] for letter in term], seed)
@@ -403,7 +405,7 @@ def test_a_product_is_written_where_it_belongs(equation: str) -> None:
     for out in (
         torch.zeros(expected.shape),
         torch.zeros(*expected.shape, 2)[..., 0],
-    ):  # the second one is not contiguous
+    ):  # the second output is not contiguous
         multiply_into(equation, left, right, out)
         assert torch.equal(out, expected)
         for bias in (whole_numbers(expected.shape[-1:], 3), whole_numbers((), 4)):
@@ -411,7 +413,7 @@ def test_a_product_is_written_where_it_belongs(equation: str) -> None:
             assert torch.equal(out, expected + bias)
 
 
-def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:
+def test_contracted_dims_and_zero_chunks_are_refused() -> None:
     x, w, group = torch.ones(2, 3), torch.ones(3, 4), AxisGroup("", 2, 0)
     with pytest.raises(ValueError, match="must be in the result"):
         overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(1, group, 1))
@@ -421,7 +423,7 @@ def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:
         check_chunked("mk->m", "m", 1)
 
 
-def test_virtual_ranks_refuse_the_work_of_one_and_names_are_given_once() -> None:
+def test_virtual_ranks_must_run_together_and_names_are_unique() -> None:
     peers = VirtualRanks(2)
     with pytest.raises(KernelError, match="must run together"):
         peers.run((0,), ())

@@ -1,5 +1,5 @@
-"""A bucket holds each rank's part of every tensor, rank after rank; what compiled code makes of
-it equals the reference bit by bit."""
+"""A bucket contains the shards of all tensors, rank by rank. The compiled code equals the reference
+bit by bit."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_pack_and_unpack_equal_their_references_bit_by_bit(
     packed = pack(tensors, layout, dtype, first=first, count=count, scale=scale, squares=squares)
     reference = reference_pack(tensors, layout, dtype, first, count, scale, squares)
     assert all(same(a, b) for a, b in zip(packed, reference, strict=True))
-    found = unpack(packed[0], layout, dtypes, first=first, count=count, scale=scale)
+    unpacked = unpack(packed[0], layout, dtypes, first=first, count=count, scale=scale)
     expected = reference_unpack(packed[0], layout, dtypes, first, count, scale)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(unpacked, expected, strict=True))
 
 
-def test_a_row_holds_one_ranks_part_of_every_tensor_as_it_would_lie_alone() -> None:
+def test_row_contains_the_contiguous_shard_of_each_tensor_of_one_rank() -> None:
     tensors = tensors_of(LAYOUT.sizes, [torch.float32] * 4)
     bucket, _ = pack(tensors, LAYOUT, torch.float32)
     for rank in range(3):
@@ -91,7 +91,7 @@ def test_a_row_holds_one_ranks_part_of_every_tensor_as_it_would_lie_alone() -> N
 
 
 @given(layouts())
-def test_what_was_packed_is_unpacked(layout: BucketLayout) -> None:
+def test_unpack_inverts_pack(layout: BucketLayout) -> None:
     tensors = tensors_of(layout.sizes, [FLOATS[i % 4] for i in range(len(layout.sizes))])
     bucket, _ = pack(tensors, layout, torch.float64)
     assert all(
@@ -101,7 +101,7 @@ def test_what_was_packed_is_unpacked(layout: BucketLayout) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_reduce_scatter_of_buckets_gives_each_rank_its_parts_of_the_sums(world: int) -> None:
+def test_reduce_scatter_of_buckets_gives_each_rank_its_shards_of_the_sums(world: int) -> None:
     layout = BucketLayout(LAYOUT.sizes, LAYOUT.dims, world)
     ranks = [
         [t.mul(8).round() for t in tensors_of(layout.sizes, [torch.float32] * 4, seed)]
@@ -121,7 +121,7 @@ def test_a_reduce_scatter_of_buckets_gives_each_rank_its_parts_of_the_sums(world
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_an_all_gather_of_rows_gives_the_whole_tensors(world: int) -> None:
+def test_all_gather_of_rows_gives_the_full_tensors(world: int) -> None:
     layout = BucketLayout(LAYOUT.sizes, LAYOUT.dims, world)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
     tensors = tensors_of(layout.sizes, dtypes)
@@ -141,26 +141,26 @@ def test_an_all_gather_of_rows_gives_the_whole_tensors(world: int) -> None:
     )
 
 
-def test_neither_threads_nor_compiled_code_change_a_sum_over_many_chunks() -> None:
-    sizes = ((301, 777), (50000,), *[(30000,)] * 6)  # more than one thread's share
+def test_sum_over_many_chunks_does_not_depend_on_threads_or_compiled_code() -> None:
+    sizes = ((301, 777), (50000,), *[(30000,)] * 6)  # more elements than one thread processes
     tensors = [
         t * t.abs() ** 3 for t in tensors_of(sizes, [torch.float32] * 8)
-    ]  # of very different size, so that the order shows
+    ]  # values of very different magnitude, so that the order of the sum matters
     layout = BucketLayout(sizes, (1,) + (0,) * 7, 3)
-    found = [reference_pack(tensors, layout, torch.bfloat16, 0, 3, 0.7, True)]
+    results = [reference_pack(tensors, layout, torch.bfloat16, 0, 3, 0.7, True)]
     try:
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            found.append(pack(tensors, layout, torch.bfloat16, scale=0.7, squares=True))
+            results.append(pack(tensors, layout, torch.bfloat16, scale=0.7, squares=True))
     finally:
         torch.set_num_threads(1)
-    assert all(same(a, b) and same(b, c) for a, b, c in zip(*found, strict=True))
+    assert all(same(a, b) and same(b, c) for a, b, c in zip(*results, strict=True))
 
 
-def test_a_sum_over_more_chunks_than_there_are_lanes_has_the_order_of_the_reference() -> None:
+def test_sum_over_more_chunks_than_lanes_has_the_order_of_the_reference() -> None:
     (tensor,) = tensors_of([(9000,)], [torch.float32])
     tensor *= tensor.abs() ** 3
-    layout = BucketLayout(((9000,),), (0,), 300)  # a chunk for each rank
+    layout = BucketLayout(((9000,),), (0,), 300)  # one chunk per rank
     expected = reference_pack([tensor], layout, torch.bfloat16, 0, 300, 1.0, True)
     assert all(
         same(a, b)
@@ -168,7 +168,7 @@ def test_a_sum_over_more_chunks_than_there_are_lanes_has_the_order_of_the_refere
     )
 
 
-def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> None:
+def test_squares_are_computed_from_scaled_elements_before_rounding() -> None:
     tensors = tensors_of(
         ((301, 77), (5000,), (0, 4)), [torch.float32, torch.float16, torch.float32]
     )
@@ -185,7 +185,7 @@ def test_squares_are_those_of_the_scaled_elements_before_they_are_rounded() -> N
 
 
 @pytest.mark.parametrize("scale", (float("inf"), float("nan"), -1.0))
-def test_padding_is_zero_whatever_the_scale(scale: float) -> None:
+def test_padding_is_zero_for_each_scale(scale: float) -> None:
     bucket, squares = pack(
         [torch.ones(5)], BucketLayout(((5,),), (0,), 2), torch.float32, scale=scale, squares=True
     )
@@ -197,59 +197,63 @@ def test_padding_is_zero_whatever_the_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_conversions_round_as_torch_does(dtype: torch.dtype) -> None:
-    """Every value of 16 bits, the values halfway to the next, their neighbours, and bits at
-    random."""
+def test_conversions_round_like_torch(dtype: torch.dtype) -> None:
+    """The values are all 16-bit values, the midpoints between them, the neighbours of the
+    midpoints, and random bits."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     wide = every.float()
     bits = wide.view(torch.int32)
     half = 1 << (15 if dtype == torch.bfloat16 else 12)
-    drawn = torch.randint(
+    random_bits = torch.randint(
         -(2**31), 2**31 - 1, (40000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )
-    tiny = torch.arange(4096, dtype=torch.float32) * 2.0**-27  # about the subnormals of float16
-    tried = torch.cat(
+    tiny = (
+        torch.arange(4096, dtype=torch.float32) * 2.0**-27
+    )  # near the subnormal numbers of float16
+    values = torch.cat(
         [
             wide,
             *((bits + half + by).view(torch.float32) for by in (-1, 0, 1)),
-            drawn.view(torch.float32),
+            random_bits.view(torch.float32),
             tiny,
         ]
     )
-    layout = BucketLayout(((len(tried),),), (0,), 1)
-    narrow = pack([tried], layout, dtype)[0][0, : len(tried)]
-    assert torch.equal(narrow.nan_to_num(7), tried.to(dtype).nan_to_num(7)) and torch.equal(
-        narrow.isnan(), tried.isnan()
+    layout = BucketLayout(((len(values),),), (0,), 1)
+    narrow = pack([values], layout, dtype)[0][0, : len(values)]
+    assert torch.equal(narrow.nan_to_num(7), values.to(dtype).nan_to_num(7)) and torch.equal(
+        narrow.isnan(), values.isnan()
     )
-    assert torch.equal(narrow[~tried.isnan()].signbit(), tried[~tried.isnan()].signbit())
+    assert torch.equal(narrow[~values.isnan()].signbit(), values[~values.isnan()].signbit())
     back = pack([every], BucketLayout(((2**16,),), (0,), 1), torch.float32)[0][0]
     assert torch.equal(back.nan_to_num(7), wide.nan_to_num(7))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tensors_that_are_not_aligned_or_not_contiguous_are_packed_alike(
+def test_unaligned_and_non_contiguous_tensors_are_packed_correctly(
     dtype: torch.dtype,
 ) -> None:
-    held = torch.arange(2000.0).to(dtype)
-    tensors = [held[1:1001], held[3:43].view(5, 8).t()]
+    storage = torch.arange(2000.0).to(dtype)
+    tensors = [storage[1:1001], storage[3:43].view(5, 8).t()]
     layout = BucketLayout(((1000,), (8, 5)), (0, 1), 3)
     bucket, _ = pack(tensors, layout, dtype)
     assert same(bucket, reference_pack(tensors, layout, dtype, 0, 3, 1.0, False)[0])
-    cut = torch.cat([torch.zeros(1, dtype=dtype), bucket.flatten()])[1:].view_as(
+    unaligned = torch.cat([torch.zeros(1, dtype=dtype), bucket.flatten()])[1:].view_as(
         bucket
-    )  # a bucket that is not aligned
-    assert all(same(a, b) for a, b in zip(unpack(cut, layout, [dtype] * 2), tensors, strict=True))
+    )  # an unaligned bucket
+    assert all(
+        same(a, b) for a, b in zip(unpack(unaligned, layout, [dtype] * 2), tensors, strict=True)
+    )
 
 
-def gradients(made: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    weights = tensors_of([tuple(t.shape) for t in made], [t.dtype for t in made], seed=9)
+def gradients(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    weights = tensors_of([tuple(t.shape) for t in results], [t.dtype for t in results], seed=9)
     return torch.autograd.grad(
-        sum((t * w).double().sum() for t, w in zip(made, weights, strict=True)), inputs
+        sum((t * w).double().sum() for t, w in zip(results, weights, strict=True)), inputs
     )
 
 
 @pytest.mark.parametrize(("first", "count"), ((0, 3), (1, 1), (1, 2)))
-def test_gradients_are_those_of_the_references(first: int, count: int) -> None:
+def test_gradients_match_the_references(first: int, count: int) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
     tensors = [t.requires_grad_() for t in tensors_of(LAYOUT.local_sizes(first, count), dtypes)]
     bucket, squares = pack(
@@ -262,18 +266,18 @@ def test_gradients_are_those_of_the_references(first: int, count: int) -> None:
         for a, b in zip(gradients([bucket], tensors), gradients([reference], tensors), strict=True)
     )
     leaf = bucket.detach().requires_grad_()
-    found = unpack(leaf, LAYOUT, dtypes, first=first, count=count, scale=0.5)
+    unpacked = unpack(leaf, LAYOUT, dtypes, first=first, count=count, scale=0.5)
     expected = reference_unpack(leaf, LAYOUT, dtypes, first, count, 0.5)
     assert all(
         same(a, b)
-        for a, b in zip(gradients(found, [leaf]), gradients(expected, [leaf]), strict=True)
+        for a, b in zip(gradients(unpacked, [leaf]), gradients(expected, [leaf]), strict=True)
     )
 
 
-def test_a_result_that_nothing_uses_has_a_gradient_of_zero() -> None:
+def test_unused_results_have_zero_gradients() -> None:
     leaf = torch.ones(3, LAYOUT.row, requires_grad=True)
-    found = unpack(leaf, LAYOUT, [torch.float32] * 4)
-    (grad,) = torch.autograd.grad(found[2].sum(), leaf)
+    unpacked = unpack(leaf, LAYOUT, [torch.float32] * 4)
+    (grad,) = torch.autograd.grad(unpacked[2].sum(), leaf)
     assert grad.sum() == 1
 
 
@@ -288,12 +292,12 @@ PACKED: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize(("dtype", "squares"), ((torch.float32, False), (torch.bfloat16, True)))
-def test_pack_is_a_sound_operator(dtype: torch.dtype, squares: bool) -> None:
+def test_pack_passes_opcheck(dtype: torch.dtype, squares: bool) -> None:
     torch.library.opcheck(pack_op, (*PACKED, dtype, 0.5, squares))
 
 
 @pytest.mark.parametrize("parts", (2, 3))
-def test_unpack_is_a_sound_operator(parts: int) -> None:
+def test_unpack_passes_opcheck(parts: int) -> None:
     layout = BucketLayout(((7, 5), (4, 3)), (0, 1), parts)
     bucket = torch.ones(1, layout.row, requires_grad=True)
     codes = [library.code_of(dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -350,12 +354,12 @@ REFUSED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_what_is_no_bucket_is_refused(call: Any, message: str) -> None:
+def test_invalid_buckets_are_refused(call: Any, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         call()
 
 
-def test_the_library_refuses_a_table_that_does_not_fit_its_bucket() -> None:
+def test_library_refuses_a_table_that_does_not_match_its_bucket() -> None:
     if library.host() is None:
         pytest.skip(library.why_not())
     tensor, bucket = torch.ones(16), torch.zeros(1, 16)

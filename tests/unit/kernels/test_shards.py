@@ -1,5 +1,4 @@
-"""Orders, rows and offsets of the overlapped products: the C side's and Python's are the same,
-and what they should be."""
+"""Orders, rows and offsets of the overlapped products. C and Python agree on them."""
 
 from __future__ import annotations
 
@@ -33,23 +32,21 @@ def native(name: str, count: int, shards: Shards, rank: int, *further: int) -> l
 
 
 def orders(shards: Shards, rank: int) -> dict[str, list[tuple[int, int, int]]]:
-    """Owner, first row, number of rows, as each kernel has them."""
+    """Return the chunks of each kernel in order: owner, first row, number of rows."""
     count = shards.size * shards.num_chunks * 3
-    found = {}
+    by_kernel = {}
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
         flat = native(f"ap_{name}_order_host", count, shards, rank)
-        found[name] = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
-    return found
+        by_kernel[name] = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+    return by_kernel
 
 
-def test_gathering_begins_and_scattering_ends_with_the_own_shard_and_the_next_ranks_follow() -> (
-    None
-):
+def test_gather_starts_with_the_local_shard_and_scatter_ends_with_it() -> None:
     for shards, rank in CASES:
-        found = orders(shards, rank)
+        by_kernel = orders(shards, rank)
         by_chunk = {
             name: [owner for owner, _, _ in rows][:: shards.num_chunks]
-            for name, rows in found.items()
+            for name, rows in by_kernel.items()
         }
         assert by_chunk["all_gather_matmul"] == [
             (rank + step) % shards.size for step in range(shards.size)
@@ -59,7 +56,7 @@ def test_gathering_begins_and_scattering_ends_with_the_own_shard_and_the_next_ra
         ]
 
 
-def test_at_each_position_no_two_ranks_read_from_or_write_to_the_same_one() -> None:
+def test_ranks_access_different_peers_at_each_position() -> None:
     for size in WORLDS:
         shards = Shards(1, 3 * size, 4, size, 1)
         for name in ("all_gather_matmul", "matmul_reduce_scatter"):
@@ -70,7 +67,7 @@ def test_at_each_position_no_two_ranks_read_from_or_write_to_the_same_one() -> N
             )
 
 
-def test_chunks_are_the_rows_of_their_owner_each_once() -> None:
+def test_chunks_cover_the_rows_of_their_owner_exactly_once() -> None:
     for shards, rank in CASES:
         for rows in orders(shards, rank).values():
             for owner in range(shards.size):
@@ -84,18 +81,18 @@ def test_chunks_are_the_rows_of_their_owner_each_once() -> None:
                 assert mine == list(range(begin, begin + length))
 
 
-def test_python_has_the_same_orders_and_sizes() -> None:
+def test_python_and_c_have_the_same_orders_and_sizes() -> None:
     for shards, rank in CASES:
-        found = orders(shards, rank)
+        by_kernel = orders(shards, rank)
         for name, order in (
             ("all_gather_matmul", shards.gathered_order),
             ("matmul_reduce_scatter", shards.scattered_order),
         ):
-            listed = list(order(rank))
-            assert [(begin, length) for _, _, begin, length in listed] == [
-                (begin, length) for _, begin, length in found[name]
+            chunks = list(order(rank))
+            assert [(begin, length) for _, _, begin, length in chunks] == [
+                (begin, length) for _, begin, length in by_kernel[name]
             ]
-            assert [(position, chunk) for position, chunk, _, _ in listed] == list(
+            assert [(position, chunk) for position, chunk, _, _ in chunks] == list(
                 product(range(shards.size), range(shards.num_chunks))
             )
         assert native("ap_all_gather_matmul_sizes_host", 2, shards, rank) == [
@@ -111,7 +108,7 @@ def test_python_has_the_same_orders_and_sizes() -> None:
             assert native("ap_matmul_reduce_scatter_sizes_host", 3, shards, rank, epoch) == sizes
 
 
-def test_slots_hold_the_largest_shard_and_neither_slots_nor_flags_share_a_line() -> None:
+def test_slots_fit_the_largest_shard_and_share_no_cache_line() -> None:
     for shards, _ in CASES:
         assert shards.slot_bytes % 128 == 0
         assert all(
@@ -131,7 +128,7 @@ def test_slots_hold_the_largest_shard_and_neither_slots_nor_flags_share_a_line()
         (-1, 4, 4, 2, 0, 1),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: tuple[int, ...]) -> None:
+def test_invalid_shards_are_refused(wrong: tuple[int, ...]) -> None:
     out = (ctypes.c_int64 * 64)()
     assert (
         library.function("host", "ap_all_gather_matmul_order_host")(

@@ -1,4 +1,4 @@
-"""Sums over ranks are computed in the memory of their operand where nothing else reads it."""
+"""Sums over ranks are computed in place if nothing else reads the operand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _aten = torch.ops.aten
 
 
 def graph_of(operand: str, *, early: bool) -> fx.GraphModule:
-    """A product and its sum over ranks, with an operand of the sum that is as its name says."""
+    """Return a graph of a product and its sum over ranks. `operand` describes the operand of the
+    sum."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     product = graph.call_function(dot, ("ab,bc->ac", x, w))
@@ -47,29 +48,29 @@ def steps_of(module: fx.GraphModule) -> set[Any]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_product_that_is_only_summed_is_summed_in_its_own_memory(early: bool) -> None:
+def test_product_with_no_other_reader_is_summed_in_place(early: bool) -> None:
     bound = bind(graph_of("new", early=early), fake_groups(MESH))
     assert steps_of(bound) & set(IN_PLACE.values())
-    found: list[torch.Tensor] = []
+    products: list[torch.Tensor] = []
 
     class Products(fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             result = super().call_function(target, args, kwargs)
-            found.extend([result] if target is dot else [])
+            products.extend([result] if target is dot else [])
             return result
 
     total = Products(bound).run(torch.randn(2, 4), torch.randn(4, 3))[0]
-    assert total.data_ptr() == found[0].data_ptr()
+    assert total.data_ptr() == products[0].data_ptr()
 
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("operand", ["given", "read twice", "returned", "a view"])
-def test_an_operand_that_something_else_reads_is_left_as_it_is(operand: str, early: bool) -> None:
+def test_operand_with_another_reader_is_not_overwritten(operand: str, early: bool) -> None:
     bound = bind(graph_of(operand, early=early), fake_groups(MESH))
     assert not steps_of(bound) & set(IN_PLACE.values())
     assert steps_of(bound) & set(IN_PLACE)
 
 
-def test_inductor_gets_sums_in_new_memory() -> None:
+def test_inductor_gets_out_of_place_sums() -> None:
     bound = bind(graph_of("new", early=False), fake_groups(MESH))
     assert not steps_of(_functional(bound)) & set(IN_PLACE.values())

@@ -1,4 +1,4 @@
-"""Calls: op applications free of fx."""
+"""`Call`: the application of an op, independent of FX."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def placeholder(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
     return node
 
 
-def test_operands_are_numbered_in_order_of_appearance_and_count_each_time() -> None:
+def test_operands_are_numbered_in_order_including_repeats() -> None:
     graph = fx.Graph()
     x, y = placeholder(graph, "x", 2, 3), placeholder(graph, "y", 2, 1)
     node = graph.call_function(aten.cat.default, ([x, y, x], 1))
@@ -43,23 +43,23 @@ def test_operands_are_numbered_in_order_of_appearance_and_count_each_time() -> N
     )
 
 
-def test_a_getitem_has_one_operand_the_result_that_it_takes() -> None:
+def test_getitem_has_the_selected_result_as_its_only_operand() -> None:
     graph = fx.Graph()
     parts = graph.call_function(aten.split.Tensor, (placeholder(graph, "x", 5), 3))
     parts.meta["val"] = [torch.empty(3), torch.empty(2)]
-    taken = graph.call_function(operator.getitem, (parts, 1))
-    taken.meta["val"] = torch.empty(2)
+    selected = graph.call_function(operator.getitem, (parts, 1))
+    selected.meta["val"] = torch.empty(2)
     assert call_of(parts).outputs == (TensorInfo((3,), F32), TensorInfo((2,), F32))
-    assert call_of(taken).inputs == call_of(taken).outputs == (TensorInfo((2,), F32),)
-    assert operands_of(taken) == (parts,)
+    assert call_of(selected).inputs == call_of(selected).outputs == (TensorInfo((2,), F32),)
+    assert operands_of(selected) == (parts,)
 
 
-def test_a_result_that_is_none_keeps_its_number() -> None:
+def test_none_results_keep_their_position() -> None:
     call, _ = call_on(aten.neg.default, (torch.ones(2),), {}, (torch.ones(2), None, torch.ones(3)))
     assert call.outputs == (TensorInfo((2,), F32), NO_TENSOR, TensorInfo((3,), F32))
 
 
-def test_slots_are_the_parameters_that_take_tensors() -> None:
+def test_slots_map_tensor_parameters_to_operands() -> None:
     x, w = torch.ones(2, 3), torch.ones(3)
     call, _ = call_on(aten.native_layer_norm.default, (x, [3], None, w, 1e-5), {}, (x, x, x))
     assert slots(call) == (0, None, 1)
@@ -68,7 +68,7 @@ def test_slots_are_the_parameters_that_take_tensors() -> None:
     assert slots(scalar) == (0, None) and argument(scalar, "alpha") == 3
 
 
-def test_equal_calls_of_different_places_share_a_key() -> None:
+def test_equal_calls_at_different_source_locations_share_a_key() -> None:
     x = torch.ones(2, 3)
     call, _ = call_on(aten.neg.default, (x,), {}, x)
     elsewhere = Call(
@@ -87,13 +87,13 @@ def test_equal_calls_of_different_places_share_a_key() -> None:
     assert KeyedCall(call) != KeyedCall(other)
 
 
-def test_ops_are_named_as_users_read_them() -> None:
+def test_op_names_are_readable() -> None:
     assert op_name(aten.mm.default) == "aten.mm.default"
     assert op_name(ops.dot) == "ops.dot"
     assert op_name(operator.getitem) == "operator.getitem"
 
 
-def test_a_node_is_described_once_and_a_copy_of_it_anew() -> None:
+def test_call_of_a_node_is_cached_but_not_copied_with_the_node() -> None:
     graph, larger = fx.Graph(), fx.Graph()
     node = graph.call_function(aten.relu.default, (placeholder(graph, "x", 2),))
     node.meta["val"] = torch.empty(2)

@@ -1,5 +1,4 @@
-"""Discovery: what experiments on small tensors find, what they leave alone, and what is
-remembered."""
+"""Discovery of rules by experiments on small tensors, and the cache of discovered rules."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("tests_discovery::mixture", mutates_args=())
 def mixture(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-    """[b, s, k] × [n, k], scaled by rows: a product with a bend in one operand only."""
+    """[b, s, k] × [n, k], scaled by rows: a product that is nonlinear in one operand only."""
     return torch.einsum("bsk,nk->bsn", x, w) * torch.tanh(scale)
 
 
@@ -52,7 +51,7 @@ def loud(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("tests_discovery::checked", mutates_args=())
 def checked(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As many algorithms do, with a status per row that is zero where all is well."""
+    """Return a status per row that is zero on success, as many algorithms do."""
     return x.cumsum(1), torch.zeros(x.shape[0], dtype=torch.int32)
 
 
@@ -78,7 +77,7 @@ def backwards(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("tests_discovery::crashing", mutates_args=())
 def crashing(x: Tensor, y: Tensor) -> Tensor:
-    """As kernels do that trust their operands."""
+    """Abort on mismatched shapes, as kernels without checks do."""
     if x.shape != y.shape:
         os.abort()
     return x * y
@@ -107,10 +106,10 @@ def call(target: Any, *args: Any) -> Call:
     return call_on(target, args, {}, target(*args))[0]
 
 
-def shown(made: Call) -> list[str]:
+def options_of(op_call: Call) -> list[str]:
     return [
         f"{' '.join(map(str, o.inputs))} -> {' '.join(map(str, o.outputs))}"
-        for o in discovery.discover(made).options
+        for o in discovery.discover(op_call).options
     ]
 
 
@@ -126,47 +125,50 @@ MIXTURE = [
 ]
 
 
-def test_the_splits_of_an_unknown_op_are_found_by_trying() -> None:
-    made = call(mine.mixture.default, torch.ones(4, 512, 64), torch.ones(96, 64), torch.ones(96))
-    assert sorted(shown(made)) == sorted(MIXTURE)
+def test_strategies_of_an_unknown_op_are_found_by_experiments() -> None:
+    op_call = call(mine.mixture.default, torch.ones(4, 512, 64), torch.ones(96, 64), torch.ones(96))
+    assert sorted(options_of(op_call)) == sorted(MIXTURE)
     assert (
-        is_discovered(made)
-        and not is_fallback(made)
-        and axis_options(made) == discovery.discover(made).options
+        is_discovered(op_call)
+        and not is_fallback(op_call)
+        and axis_options(op_call) == discovery.discover(op_call).options
     )
 
 
-def test_an_average_is_no_sum() -> None:
-    assert shown(call(mine.rough_average.default, torch.ones(8, 6))) == [
+def test_mean_does_not_return_a_partial_sum() -> None:
+    assert options_of(call(mine.rough_average.default, torch.ones(8, 6))) == [
         "R -> R",
         "S(1) -> S(0)",
         "P(sum) -> P(sum)",
     ]
 
 
-def test_maxima_and_minima_are_told_apart() -> None:
-    assert shown(call(mine.extremes.default, torch.ones(8, 6))) == [
+def test_partial_maximum_and_partial_minimum_are_distinguished() -> None:
+    assert options_of(call(mine.extremes.default, torch.ones(8, 6))) == [
         "R -> R R",
         "S(0) -> S(0) S(0)",
         "S(1) -> P(max) P(min)",
     ]
 
 
-def test_any_is_not_all() -> None:
-    assert shown(call(mine.loud.default, torch.ones(8, 6))) == ["R -> R", "S(0) -> S(0)"]
+def test_boolean_reduction_is_not_partial() -> None:
+    assert options_of(call(mine.loud.default, torch.ones(8, 6))) == ["R -> R", "S(0) -> S(0)"]
 
 
-def test_a_result_that_is_always_the_same_can_only_be_split() -> None:
-    assert shown(call(mine.checked.default, torch.ones(8, 6))) == ["R -> R R", "S(0) -> S(0) S(0)"]
+def test_constant_result_is_sharded_but_never_partial() -> None:
+    assert options_of(call(mine.checked.default, torch.ones(8, 6))) == [
+        "R -> R R",
+        "S(0) -> S(0) S(0)",
+    ]
 
 
-def test_a_partial_sum_does_not_pass_where_a_cast_would_round_it() -> None:
-    found = shown(call(mine.rough_average.default, torch.ones(8, 6, dtype=torch.bfloat16)))
-    assert found == [
+def test_partial_sum_is_not_passed_through_a_rounding_cast() -> None:
+    options = options_of(call(mine.rough_average.default, torch.ones(8, 6, dtype=torch.bfloat16)))
+    assert options == [
         "R -> R",
         "S(1) -> S(0)",
         "P(sum) -> P(sum)",
-    ]  # its own dtype: as good as anywhere
+    ]  # the result has the dtype of the operand
     narrow = call(mine.rough_average.default, torch.ones(8, 6))
     narrow = Call(
         narrow.target,
@@ -175,11 +177,11 @@ def test_a_partial_sum_does_not_pass_where_a_cast_would_round_it() -> None:
         narrow.inputs,
         (type(narrow.outputs[0])((6,), torch.bfloat16),),
     )
-    assert shown(narrow) == ["R -> R", "S(1) -> S(0)"]
+    assert options_of(narrow) == ["R -> R", "S(1) -> S(0)"]
 
 
-def test_settings_that_are_sizes_are_found_in_the_small() -> None:
-    assert shown(call(mine.headed.default, torch.ones(64, 512, 256), 8)) == [
+def test_ops_with_size_arguments_are_tried_on_small_shapes() -> None:
+    assert options_of(call(mine.headed.default, torch.ones(64, 512, 256), 8)) == [
         "R -> R",
         "S(0) -> S(0)",
         "S(1) -> S(1)",
@@ -187,7 +189,7 @@ def test_settings_that_are_sizes_are_found_in_the_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("op_call", "why"),
     [
         (lambda: call(mine.noise.default, torch.ones(4, 6)), "differ between two runs"),
         (lambda: call(mine.constant.default, torch.ones(4, 6)), "does not depend on its operands"),
@@ -197,24 +199,26 @@ def test_settings_that_are_sizes_are_found_in_the_small() -> None:
         (lambda: call(aten.nonzero.default, torch.ones(4)), "depends on values"),
     ],
 )
-def test_what_cannot_be_split_is_replicated_and_says_why(made: Any, why: str) -> None:
-    assert is_fallback(made()) and len(axis_options(made())) == 1 and why in why_replicated(made())
-
-
-def test_an_op_that_only_passes_partial_sums_is_replicated_all_the_same() -> None:
-    made = call(mine.backwards.default, torch.ones(8))
+def test_op_without_strategies_is_replicated_with_a_reason(op_call: Any, why: str) -> None:
     assert (
-        shown(made) == ["R -> R", "P(sum) -> P(sum)"]
-        and is_fallback(made)
-        and "no sharding" in why_replicated(made)
+        is_fallback(op_call())
+        and len(axis_options(op_call())) == 1
+        and why in why_replicated(op_call())
     )
 
 
-def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_not_kill_ours() -> (
-    None
-):
-    made = call(mine.crashing.default, torch.ones(8, 6), torch.ones(8, 6))
-    assert shown(made) == [
+def test_op_that_only_passes_partial_sums_counts_as_replicated() -> None:
+    op_call = call(mine.backwards.default, torch.ones(8))
+    assert (
+        options_of(op_call) == ["R -> R", "P(sum) -> P(sum)"]
+        and is_fallback(op_call)
+        and "no sharding" in why_replicated(op_call)
+    )
+
+
+def test_op_that_aborts_on_mismatched_shapes_does_not_end_the_process() -> None:
+    op_call = call(mine.crashing.default, torch.ones(8, 6), torch.ones(8, 6))
+    assert options_of(op_call) == [
         "R R -> R",
         "S(0) S(0) -> S(0)",
         "S(1) S(1) -> S(1)",
@@ -223,13 +227,13 @@ def test_an_op_that_kills_the_process_on_parts_that_do_not_belong_together_does_
     ]
 
 
-def test_an_op_that_takes_too_long_is_replicated(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = call(mine.slow.default, torch.ones(8, 6))
+def test_slow_op_is_replicated_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    op_call = call(mine.slow.default, torch.ones(8, 6))
     monkeypatch.setattr(discovery, "_LONGEST_S", 0.05)
-    assert is_fallback(made) and "timed out" in why_replicated(made)
+    assert is_fallback(op_call) and "timed out" in why_replicated(op_call)
 
 
-def test_experiments_leave_the_random_numbers_of_the_user_alone() -> None:
+def test_experiments_do_not_change_the_random_state() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -237,104 +241,104 @@ def test_experiments_leave_the_random_numbers_of_the_user_alone() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_what_was_found_is_remembered_for_this_torch(
+def test_discovered_rules_are_cached_per_torch_version(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    found = discovery.discover(made).options
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    options = discovery.discover(op_call).options
     data = json.loads(cache.read_text())
     assert data["torch"] == torch.__version__ and len(data["rules"]) == 1
-    assert discovered.load(made) == found[1:]
+    assert discovered.load(op_call) == options[1:]
     monkeypatch.setattr(torch, "__version__", "1.0")
-    assert discovered.load(made) == ()
+    assert discovered.load(op_call) == ()
 
 
-def test_what_is_remembered_is_tried_again_and_never_trusted(cache: Path) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    right = discovery.discover(made).options
+def test_cached_rules_are_verified_before_use(cache: Path) -> None:
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    right = discovery.discover(op_call).options
     wrong = json.loads(cache.read_text())
     wrong["rules"] = {key: [[["S(0)"], ["P"]], [["S(1)"], ["S(0)"]]] for key in wrong["rules"]}
     wrong["sha256"] = discovered.digest(wrong["rules"])
     cache.write_text(json.dumps(wrong))
     discovery._discover.cache_clear()
-    assert discovery.discover(made).options == right
+    assert discovery.discover(op_call).options == right
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"rules": 3}', "\x00", "[" * 100_000, '{"format": 1e999}', "\udcff"]
 )
-def test_a_damaged_file_is_as_good_as_none(
+def test_damaged_cache_file_is_ignored_with_one_warning(
     cache: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.mkdir(parents=True, mode=0o700)
     cache.write_bytes(text.encode(errors="surrogateescape"))
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    assert discovered.load(made) == discovered.load(made) == ()
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    assert discovered.load(op_call) == discovered.load(op_call) == ()
     assert caplog.text.count("discovered.json cannot be read") == 1
-    discovery.discover(made)
-    assert discovered.load(made), "it is written anew"
+    discovery.discover(op_call)
+    assert discovered.load(op_call), "the file is written again"
 
 
 @pytest.mark.parametrize(
     "change",
     [lambda d: d["rules"].popitem(), lambda d: d.update(rules=[]), lambda d: d.pop("sha256")],
 )
-def test_entries_that_were_edited_are_not_read(
+def test_edited_cache_file_is_not_read(
     cache: Path, change: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    discovery.discover(made)
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(op_call)
     data = json.loads(cache.read_text())
     change(data)
     cache.write_text(json.dumps(data))
-    assert discovered.load(made) == () and "it was changed after it was written" in caplog.text
+    assert discovered.load(op_call) == () and "it was changed after it was written" in caplog.text
 
 
 @pytest.mark.parametrize(
     "entry", [3, "x", [3], [["x"]], [[["x"], [3]]], [[["?"], ["R"]]], [[], []], {"a": 1}, None]
 )
-def test_an_entry_of_another_form_is_not_read(cache: Path, entry: Any) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    discovery.discover(made)
+def test_cache_entry_with_a_wrong_structure_is_not_read(cache: Path, entry: Any) -> None:
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(op_call)
     data = json.loads(cache.read_text())
     data["rules"] = dict.fromkeys(data["rules"], entry)
     cache.write_text(json.dumps({**data, "sha256": discovered.digest(data["rules"])}))
-    assert discovered.load(made) == ()
+    assert discovered.load(op_call) == ()
 
 
-def test_a_file_that_another_user_can_write_is_not_read(
+def test_cache_file_writable_by_others_is_not_read(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    discovery.discover(made)
-    assert cache.parent.stat().st_mode & 0o777 == 0o700 and discovered.load(made)
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    discovery.discover(op_call)
+    assert cache.parent.stat().st_mode & 0o777 == 0o700 and discovered.load(op_call)
     cache.chmod(0o666)
-    assert discovered.load(made) == () and "other users can write" in caplog.text
+    assert discovered.load(op_call) == () and "other users can write" in caplog.text
     cache.chmod(0o600)
     cache.parent.chmod(0o777)
-    assert discovered.path() != cache and discovered.load(made) == ()
+    assert discovered.path() != cache and discovered.load(op_call) == ()
     discovery._discover.cache_clear()
-    discovery.discover(made)
-    assert discovered.load(made), "this process remembers what it found"
-    assert cache.parent.stat().st_mode & 0o777 == 0o777, "the folder is left as it is"
+    discovery.discover(op_call)
+    assert discovered.load(op_call), "the process uses a private folder"
+    assert cache.parent.stat().st_mode & 0o777 == 0o777, "the folder does not change"
 
 
-def test_what_is_remembered_spares_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = call(mine.rough_average.default, torch.ones(8, 6))
-    known = experiment(made)[0]
+def test_cached_rules_replace_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    op_call = call(mine.rough_average.default, torch.ones(8, 6))
+    known = experiment(op_call)[0]
     monkeypatch.setattr(
         "autopar.rules.discovery._proposals", lambda *_: pytest.fail("searched again")
     )
-    assert experiment(made, known)[0] == known
+    assert experiment(op_call, known)[0] == known
 
 
-def test_the_cache_can_be_turned_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_can_be_disabled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", "0")
     discovery.discover(call(mine.rough_average.default, torch.ones(8, 6)))
     assert not cache.exists()
 
 
-def test_without_their_rows_ops_of_the_table_get_the_same_options() -> None:
+def test_discovery_finds_all_options_of_built_in_rules() -> None:
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     cases = [
         (aten.mm.default, (x, w)),
@@ -343,7 +347,7 @@ def test_without_their_rows_ops_of_the_table_get_the_same_options() -> None:
         (aten.cat.default, ([x, x],)),
     ]
     for target, args in cases:
-        made = call(target, *args)
-        assert set(discovery.discover(made).options) >= set(axis_options(made)), SimpleNamespace(
-            op=target
+        op_call = call(target, *args)
+        assert set(discovery.discover(op_call).options) >= set(axis_options(op_call)), (
+            SimpleNamespace(op=target)
         )

@@ -1,4 +1,4 @@
-"""What one rank calls."""
+"""Localization: the call that one rank runs for a strategy."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def local(
     )
 
 
-def test_a_view_becomes_a_reshape_to_the_local_shape() -> None:
-    found = local(
+def test_view_becomes_a_reshape_to_the_local_shape() -> None:
+    result = local(
         (2, 2), ["S(0) S(1)"], ["S(0) S(1)"], aten.view.default, torch.ones(4, 8), (4, 4, 2)
     )
-    assert (found.target, found.args) == (aten.reshape.default, (Operand(0), (2, 2, 2)))
+    assert (result.target, result.args) == (aten.reshape.default, (Operand(0), (2, 2, 2)))
 
 
-def test_sizes_become_local() -> None:
-    found = local((4,), ["R"], ["S(0)"], aten.expand.default, torch.ones(1, 3), [8, -1])
-    assert found.args == (Operand(0), (2, 3))
-    found = local(
+def test_size_arguments_become_local_sizes() -> None:
+    result = local((4,), ["R"], ["S(0)"], aten.expand.default, torch.ones(1, 3), [8, -1])
+    assert result.args == (Operand(0), (2, 3))
+    result = local(
         (2,), ["S(0)"], ["S(0)"], aten.slice_backward.default, torch.ones(4, 2), [4, 6], 1, 0, 2, 1
     )
-    assert found.args == (Operand(0), (2, 6), 1, 0, 2, 1)
+    assert result.args == (Operand(0), (2, 6), 1, 0, 2, 1)
 
 
-def test_positions_become_starts_that_know_their_rank() -> None:
+def test_start_of_a_shard_depends_on_the_rank() -> None:
     ids = torch.zeros(3, dtype=torch.int64)
-    found = local((2, 2), ["S(0)#1 S(0)#0", "R R"], ["P P"], ops.embedding, torch.ones(8, 2), ids)
-    start = found.kwargs["start"]
+    result = local((2, 2), ["S(0)#1 S(0)#0", "R R"], ["P P"], ops.embedding, torch.ones(8, 2), ids)
+    start = result.kwargs["start"]
     assert isinstance(start, Start)
     assert [start.at((2, 2), (i, j)) for i in range(2) for j in range(2)] == [0, 4, 2, 6]
 
 
-def test_an_unsharded_vocabulary_has_no_start() -> None:
+def test_replicated_vocabulary_has_no_start() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    found = local((2,), ["R", "S(0)"], ["S(0)"], ops.embedding, torch.ones(8, 2), ids)
-    assert (found.args, dict(found.kwargs)) == ((Operand(0), Operand(1)), {})
+    result = local((2,), ["R", "S(0)"], ["S(0)"], ops.embedding, torch.ones(8, 2), ids)
+    assert (result.args, dict(result.kwargs)) == ((Operand(0), Operand(1)), {})
     assert local((2,), ["R", "R"], ["S(1)"], ops.pick, torch.ones(4, 4), ids, -100).args == (
         Operand(0),
         Operand(1),
@@ -64,28 +64,28 @@ def test_an_unsharded_vocabulary_has_no_start() -> None:
     )
 
 
-def test_the_gradient_of_a_sharded_table_has_local_rows() -> None:
+def test_gradient_of_a_sharded_embedding_has_the_local_number_of_rows() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    found = local(
+    result = local(
         (4,), ["R", "R"], ["S(0)"], ops.embedding_backward, torch.ones(4, 2), ids, 8, None, 3
     )
-    assert found.args == (Operand(0), Operand(1), 2, Start(8, Layout.parse("S(0)"), 0), 3)
+    assert result.args == (Operand(0), Operand(1), 2, Start(8, Layout.parse("S(0)"), 0), 3)
 
 
-def test_a_mean_over_a_sharded_dim_divides_by_the_global_count() -> None:
-    found = local((2,), ["S(1)"], ["P"], aten.mean.dim, torch.ones(4, 6), [1], True)
-    part = found.target(torch.ones(4, 3), *found.args[1:], **found.kwargs)
+def test_mean_over_a_sharded_dim_divides_by_the_global_count() -> None:
+    result = local((2,), ["S(1)"], ["P"], aten.mean.dim, torch.ones(4, 6), [1], True)
+    part = result.target(torch.ones(4, 3), *result.args[1:], **result.kwargs)
     assert torch.equal(part, torch.full((4, 1), 0.5))
 
 
-def test_a_mean_over_whole_dims_stays() -> None:
+def test_mean_over_replicated_dims_is_unchanged() -> None:
     assert (
         local((2,), ["S(0)"], ["S(0)"], aten.mean.dim, torch.ones(4, 6), [1]).target
         is aten.mean.dim
     )
 
 
-def test_channels_of_a_depthwise_convolution_take_their_groups_along() -> None:
+def test_depthwise_convolution_with_sharded_channels_has_local_groups() -> None:
     args = (
         torch.ones(2, 4, 5, 5),
         torch.ones(4, 1, 3, 3),

@@ -1,4 +1,4 @@
-"""Users' rules: taken where the law holds, refused with the counterexample where it does not."""
+"""Rules registered by users. A rule that violates the law is refused with a counterexample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scaled_mm(x: Tensor, w: Tensor, scale: float = 2.0) -> Tensor:
 
 @torch.library.custom_op("tests_registration::center", mutates_args=())
 def center(x: Tensor) -> Tensor:
-    """Rows without their mean over the last dim, and how they are averaged over the first."""
+    """Subtract the mean over the last dim, then average over the first dim."""
     return (x - x.mean(-1, keepdim=True)).mean(0)
 
 
@@ -56,16 +56,16 @@ def clean() -> Iterator[None]:
         unregister(op)
 
 
-def shown(target: object, *args: object) -> list[str]:
+def options_of(target: object, *args: object) -> list[str]:
     result = target(*args)  # type: ignore[operator]
     options = axis_options(call_on(target, args, {}, result)[0])  # type: ignore[arg-type]
     return [f"{' '.join(map(str, o.inputs))} -> {' '.join(map(str, o.outputs))}" for o in options]
 
 
-def test_a_right_rule_is_what_the_op_then_has() -> None:
+def test_registered_rule_gives_the_options_of_the_op() -> None:
     register(scaled_mm, "m k, k n -> m n", linear=[(0,), (1,)])
     target = torch.ops.tests_registration.scaled_mm.default
-    assert shown(target, torch.ones(4, 6), torch.ones(6, 8)) == [
+    assert options_of(target, torch.ones(4, 6), torch.ones(6, 8)) == [
         "R R -> R",
         "S(0) R -> S(0)",
         "S(1) S(0) -> P(sum)",
@@ -75,7 +75,7 @@ def test_a_right_rule_is_what_the_op_then_has() -> None:
     ]
 
 
-def test_what_was_no_strategy_is_one_once_a_rule_says_so() -> None:
+def test_registration_and_removal_of_a_rule_change_the_valid_strategies() -> None:
     args = torch.ones(4, 6), torch.ones(6, 8)
     call, _ = call_on(torch.ops.tests_registration.scaled_mm.default, args, {}, scaled_mm(*args))
     columns = Strategy((Layout.parse("R"), Layout.parse("S(1)")), (Layout.parse("S(1)"),))
@@ -86,7 +86,7 @@ def test_what_was_no_strategy_is_one_once_a_rule_says_so() -> None:
     assert not is_strategy(call, columns, (2,))
 
 
-def test_the_op_may_be_named_in_three_ways() -> None:
+def test_op_may_be_a_custom_op_a_packet_or_an_overload() -> None:
     for op in (
         scaled_mm,
         torch.ops.tests_registration.scaled_mm,
@@ -107,99 +107,99 @@ def test_the_op_may_be_named_in_three_ways() -> None:
         ("m _, _ n -> m m", (), "is wrong|expected"),
     ],
 )
-def test_a_wrong_rule_is_refused_with_the_counterexample(
+def test_wrong_rule_is_refused_with_a_counterexample(
     rule: str, linear: list[tuple[int, ...]], what: str
 ) -> None:
-    with pytest.raises(RuleError, match=what) as refused:
+    with pytest.raises(RuleError, match=what) as raised:
         register(scaled_mm, rule, linear=linear)
     assert (
-        "on shapes [(" in str(refused.value)
-        and "strategy" in str(refused.value)
-        and "scaled_mm" in str(refused.value)
+        "on shapes [(" in str(raised.value)
+        and "strategy" in str(raised.value)
+        and "scaled_mm" in str(raised.value)
     )
     assert not REGISTERED
 
 
-def test_a_sum_taken_for_an_average_is_refused_with_the_numbers() -> None:
+def test_mean_declared_as_a_sum_is_refused_with_the_values() -> None:
     with pytest.raises(RuleError, match=r"S\(0\) -> P is wrong on shapes .* at .* expected"):
         register(center, "n _ -> _")
     register(center, "_ _ -> _", linear=[(0,)])
 
 
-def test_a_maximum_is_reduced_as_one() -> None:
+def test_maximum_needs_reduce_op_max() -> None:
     with pytest.raises(RuleError, match="is wrong"):
         register(peak, "n d -> n")
     register(peak, "n d -> n", reduce_op="max")
-    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
+    assert options_of(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
         "R -> R",
         "S(0) -> S(0)",
         "S(1) -> P(max)",
     ]
 
 
-def test_examples_stand_in_where_the_schema_does_not_say_enough() -> None:
+def test_examples_are_needed_if_operands_cannot_be_generated() -> None:
     with pytest.raises(RuleError, match="pass examples="):
         register(pick, "_ d, n -> n d")
     x, index = torch.zeros(6, 4), torch.tensor([0, 5, 3, 3])
     register(pick, "_ d, n -> n d", linear=[(0,)], examples=[(x, index)])
     with pytest.raises(
         RuleError, match="is wrong"
-    ):  # though the example, all zeros, would let it pass
+    ):  # even though an example of all zeros satisfies the rule
         register(pick, "v d, n -> n d", examples=[(x, index)])
     register(pick, "_ d, n -> n d", examples=[{"x": x, "index": index}])
 
 
-def test_a_letter_that_no_example_tries_is_refused() -> None:
+def test_letter_not_covered_by_the_examples_is_refused() -> None:
     with pytest.raises(RuleError, match="letter 'd'"):
         register(pick, "_ d, n -> n d", examples=[(torch.ones(6, 1), torch.tensor([0, 1]))])
 
 
-def test_a_refused_rule_leaves_the_one_before() -> None:
+def test_refused_rule_does_not_replace_the_previous_rule() -> None:
     register(peak, "n _ -> n")
     with pytest.raises(RuleError):
         register(peak, "_ n -> n")
-    assert shown(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
+    assert options_of(torch.ops.tests_registration.peak.default, torch.ones(4, 6)) == [
         "R -> R",
         "S(0) -> S(0)",
     ]
 
 
-def test_ops_of_the_table_and_ops_that_change_their_operands_cannot_be_registered() -> None:
+def test_built_in_ops_and_in_place_ops_cannot_be_registered() -> None:
     with pytest.raises(RuleError, match="built-in rule"):
         register(aten.mm.default, "m k, k n -> m n")
     with pytest.raises(RuleError, match="modifies its operands"):
         register(fill, "... -> ")
 
 
-def test_a_rule_that_does_not_fit_is_refused() -> None:
+def test_rule_that_does_not_match_the_op_is_refused() -> None:
     for rule in ("m k -> m", "m k, k n", "m k, k n -> m n, m", "b m k, k n -> m n"):
         with pytest.raises(RuleError):
             register(scaled_mm, rule)
 
 
 @pytest.mark.parametrize("linear", [[0], 3, [()], [(0,), (5,)], [(-1,)], [("x",)], [(0.0,)]])
-def test_a_linear_set_that_is_no_set_of_positions_is_refused(linear: Any) -> None:
+def test_invalid_linear_argument_is_refused(linear: Any) -> None:
     with pytest.raises(
         RuleError, match=r"not a list of sets of the 2 tensors of the rule"
-    ) as refused:
+    ) as raised:
         register(scaled_mm, "m k, k n -> m n", linear=linear)
-    assert "linear=[(0,), (1,)]" in str(refused.value) and not REGISTERED
+    assert "linear=[(0,), (1,)]" in str(raised.value) and not REGISTERED
 
 
 @pytest.mark.parametrize(("rule", "num"), [("m k -> m k", 1), ("m k, k n, n -> m n", 3)])
-def test_a_rule_with_another_number_of_terms_names_both_numbers(rule: str, num: int) -> None:
+def test_error_for_a_wrong_number_of_terms_states_both_numbers(rule: str, num: int) -> None:
     with pytest.raises(
         RuleError, match=f"has {num} terms before the arrow, but the op takes 2 tensors"
     ):
         register(scaled_mm, rule)
 
 
-def test_parameters_that_have_to_be_filled_in_are_named() -> None:
+def test_error_names_parameters_that_need_examples() -> None:
     with pytest.raises(RuleError, match="that are not tensors: shift, dim"):
         register(rolled, "m n -> m n")
 
 
-def test_a_kind_of_work_fits_the_flops() -> None:
+def test_kind_must_agree_with_the_presence_of_flops() -> None:
     rule = "m k, k n -> m n"
     with pytest.raises(RuleError, match="kind='matmul' is not allowed without flops"):
         register(scaled_mm, rule, kind="matmul")
@@ -219,7 +219,7 @@ def test_a_kind_of_work_fits_the_flops() -> None:
         (lambda x, w: x[0] ** 2 * x[1] * w[1], "but only"),
     ],
 )
-def test_a_flops_function_that_gives_no_count_of_a_part_is_refused(
+def test_flops_function_without_a_valid_result_is_refused(
     flops: Callable[..., int], what: str
 ) -> None:
     with pytest.raises(RuleError, match=what):
@@ -227,5 +227,5 @@ def test_a_flops_function_that_gives_no_count_of_a_part_is_refused(
     assert not REGISTERED
 
 
-def test_it_is_public() -> None:
+def test_register_is_public() -> None:
     assert autopar.rules.register is register

@@ -1,5 +1,5 @@
-"""Clusters and classes: every node belongs to one decision, equal layers share it, and nothing
-moves inside one."""
+"""Clusters and classes. Every node belongs to one cluster, equal layers share a class, and no
+collective runs inside a cluster."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def classes(gpt2: Trace) -> tuple[ClusterClass, ...]:
             "net.conv2d.0.w1/parameter",
             "net.conv2d.{0}.w1/parameter",
             (0,),
-        ),  # only a whole name is an index
+        ),  # an index is a whole component of the path
         ("a.{b}.0/relu/forward/0", "a.{{b}}.{0}/relu/forward/0", (0,)),
         ("/mean/forward/0", "/mean/forward/0", ()),
     ],
 )
-def test_a_pattern_holds_fields_for_the_indices_and_gives_the_key_back(
+def test_pattern_of_a_key_formats_back_to_the_key(
     key: str, pattern: str, indices: tuple[int, ...]
 ) -> None:
     assert pattern_of(key) == (pattern, indices)
     assert pattern.format(*indices) == key
 
 
-def test_every_node_belongs_to_one_cluster_and_no_cluster_waits_for_itself(gpt2: Trace) -> None:
+def test_clusters_partition_the_nodes_without_cyclic_dependencies(gpt2: Trace) -> None:
     clusters = clusters_of(gpt2)
     names = [m.node for c in clusters for m in c.members]
     assert sorted(names) == sorted(n.name for n in gpt2.graph.nodes if n.op == "call_function")
@@ -70,42 +70,40 @@ def test_every_node_belongs_to_one_cluster_and_no_cluster_waits_for_itself(gpt2:
     TopologicalSorter(waits).prepare()  # raises on a cycle
 
 
-def test_clusters_read_from_outside_and_make_what_others_read(gpt2: Trace) -> None:
+def test_operands_of_a_cluster_are_external_and_its_results_are_read_elsewhere(gpt2: Trace) -> None:
     clusters = clusters_of(gpt2)
     output = next(iter(reversed(gpt2.graph.nodes)))
-    wanted = {(n.name, 0) for n in output.all_input_nodes} | {
-        r for c in clusters for r in c.operands
-    }
+    read = {(n.name, 0) for n in output.all_input_nodes} | {r for c in clusters for r in c.operands}
     for cluster in clusters:
         inside = {m.node for m in cluster.members}
         assert not any(name in inside for name, _ in cluster.operands) and len(
             set(cluster.operands)
         ) == len(cluster.operands)
-        made = [ref for m in cluster.members for ref in m.makes]
-        assert [ref for ref in made if ref in wanted] == list(cluster.results)
+        outputs = [ref for m in cluster.members for ref in m.makes]
+        assert [ref for ref in outputs if ref in read] == list(cluster.results)
         assert len({gpt2.node(m.node).meta["phase"] for m in cluster.members}) == 1
 
 
-def test_a_contraction_or_lookup_begins_a_cluster_and_never_follows(gpt2: Trace) -> None:
+def test_contractions_and_lookups_are_always_first_in_their_cluster(gpt2: Trace) -> None:
     clusters = clusters_of(gpt2)
     assert any(m.call.target in HEADS for c in clusters for m in c.members)
     assert not any(m.call.target in HEADS for c in clusters for m in c.members[1:])
-    assert max(len(c.members) for c in clusters) > 3, "something follows"
+    assert max(len(c.members) for c in clusters) > 3, "some clusters have followers"
 
 
-def test_equal_layers_take_one_decision(classes: tuple[ClusterClass, ...]) -> None:
+def test_equal_layers_share_a_class(classes: tuple[ClusterClass, ...]) -> None:
     layered = [c for c in classes if c.first.indices]
     assert {len(c.instances) for c in layered} <= {1, 2, 3}
     counts = Counter(len(c.instances) for c in layered)
     assert counts[3] > 5 * (counts[1] + counts[2]), (
-        "the first and last layers differ in a few ops only"
+        "only a few ops of the first and last layers differ"
     )
     for c in layered:
         assert len({i.indices for i in c.instances}) == len(c.instances)
         assert len({tuple(m.pattern for m in i.members) for i in c.instances}) == 1
 
 
-def test_a_strategy_of_a_cluster_is_one_of_each_members_rule_with_nothing_moved_inside(
+def test_cluster_strategies_are_valid_for_each_member_without_internal_collectives(
     classes: tuple[ClusterClass, ...],
 ) -> None:
     for c in classes:
@@ -116,12 +114,14 @@ def test_a_strategy_of_a_cluster_is_one_of_each_members_rule_with_nothing_moved_
             )
             for member, own in zip(c.first.members, s.members, strict=True):
                 assert is_strategy(member.call, own, MESH), f"{member.key}: {own}"
-                assert [at[ref] for ref in member.reads] == list(own.inputs), "read as it was made"
+                assert [at[ref] for ref in member.reads] == list(own.inputs), (
+                    "operands have the layout that their producer returns"
+                )
                 at.update(zip(member.makes, own.outputs, strict=True))
             assert [at[ref] for ref in c.first.results] == list(s.outer.outputs)
 
 
-def test_every_class_can_run_whole_and_every_strategy_fits_its_tensors(
+def test_each_class_has_one_replicated_strategy_and_all_strategies_fit_the_shapes(
     classes: tuple[ClusterClass, ...],
 ) -> None:
     for c in classes:
@@ -141,25 +141,25 @@ def test_every_class_can_run_whole_and_every_strategy_fits_its_tensors(
                 assert all(layout.fits(info.shape, MESH) for layout, info in infos)
 
 
-def test_partial_operands_are_offered_only_where_some_producer_gives_them() -> None:
+def test_partial_operands_are_offered_only_if_a_producer_can_return_them() -> None:
     classes = classes_of(traced(8, 16, 8, num_layers=2, dtype=torch.float32), MESH)
-    made: set[tuple[str, int]] = set()
+    partial: set[tuple[str, int]] = set()
     for c in classes:
         for s in c.strategies:
             for ref, layout in zip(c.first.operands, s.outer.inputs, strict=True):
-                assert not layout.has_partial or ref in made or len(c.instances) > 1, (
-                    f"{c.first.members[0].key} reads a sum nobody makes"
+                assert not layout.has_partial or ref in partial or len(c.instances) > 1, (
+                    f"{c.first.members[0].key} reads a partial sum that no op returns"
                 )
             for cluster in c.instances:
-                made |= {
+                partial |= {
                     ref
                     for ref, layout in zip(cluster.results, s.outer.outputs, strict=True)
                     if layout.has_partial
                 }
-    assert made
+    assert partial
 
 
-def test_products_do_not_take_partial_sums() -> None:
+def test_products_do_not_accept_partial_operands() -> None:
     classes = classes_of(traced(8, 16, 8, num_layers=2, dtype=torch.float32), MESH)
     for c in classes:
         for position, member in enumerate(c.first.members):
@@ -171,7 +171,7 @@ def test_products_do_not_take_partial_sums() -> None:
                 )
 
 
-def test_an_axis_of_size_one_offers_nothing_but_replication() -> None:
+def test_mesh_axis_of_size_one_only_replicates() -> None:
     for c in classes_of(traced(8, 16, 8, num_layers=1, dtype=torch.float32), (1, 2)):
         assert all(
             str(layout).startswith("R ")
@@ -180,7 +180,7 @@ def test_an_axis_of_size_one_offers_nothing_but_replication() -> None:
         )
 
 
-def test_two_axes_split_one_dim_in_both_orders_and_all_tensors_in_the_same() -> None:
+def test_two_axes_shard_one_dim_in_both_orders_consistently_for_all_tensors() -> None:
     classes = classes_of(traced(8, 16, 8, num_layers=1, dtype=torch.float32), MESH)
     linear = next(c for c in classes if c.first.members[0].key == "layers.0.up/dot/forward/0")
     offered = {str(s.members[0]) for s in linear.strategies}
@@ -190,8 +190,8 @@ def test_two_axes_split_one_dim_in_both_orders_and_all_tensors_in_the_same() -> 
 
 
 class Bands(nn.Module):
-    """Repeated rows added up, whose gradients are written into zeros made like them; and a
-    halo's operand that a follower reads."""
+    """Sum repeated rows, whose gradients are written into tensors of zeros, and two convolutions
+    whose operands with halos have followers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,19 +203,20 @@ class Bands(nn.Module):
         return sum(y[:, :, rows.roll(i)].square().mean() for i in range(3))  # type: ignore[return-value]
 
 
-def test_a_tensor_made_like_another_may_lie_in_any_way_and_follows_no_cluster() -> None:
+def test_tensors_created_like_another_tensor_follow_no_cluster() -> None:
     trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
     members = [[m.call.target for m in cluster.members] for cluster in clusters_of(trace)]
-    made_alike = [torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default]
-    assert any(target in made_alike for targets in members for target in targets), (
-        "the model has one"
+    factories = [torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default]
+    assert any(target in factories for targets in members for target in targets), (
+        "the model has such a tensor"
     )
-    assert not any(target in made_alike for targets in members for target in targets[1:])
+    assert not any(target in factories for targets in members for target in targets[1:])
     assert max(len(c.strategies) for c in classes_of(trace, MESH)) < 200
 
 
 class Weighed(nn.Module):
-    """A range, made one step after the other, weighs what a linear makes of each sample."""
+    """Weigh the result of a linear layer with a tensor that a chain of ops computes without
+    inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class Weighed(nn.Module):
         return (weights * self.net(x)).pow(2).mean()
 
 
-def test_what_is_made_of_nothing_has_no_follower_that_reads_anything_else() -> None:
+def test_factory_op_is_clustered_only_with_ops_that_read_nothing_else() -> None:
     trace = capture(Weighed(), (), {"x": torch.randn(4, 8)})
     names = [
         [m.call.target.__name__ for m in cluster.members]
@@ -237,16 +238,16 @@ def test_what_is_made_of_nothing_has_no_follower_that_reads_anything_else() -> N
         "ones.default",
         "cumsum.default",
         "sqrt.default",
-    ] in names, "what is made of it alone is one decision with it"
-    found = next(
+    ] in names, "ops that read only the factory's result are in its cluster"
+    product = next(
         c for c in classes_of(trace, (2,)) if c.first.members[0].key == "/mul.Tensor/forward/0"
     )
-    assert {"R", "S(0)", "S(1)"} <= {str(s.members[0].outputs[0]) for s in found.strategies}, (
-        "all that it reads can be split"
+    assert {"R", "S(0)", "S(1)"} <= {str(s.members[0].outputs[0]) for s in product.strategies}, (
+        "the product can be sharded along each dim"
     )
 
 
-def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without() -> None:
+def test_convolution_backward_may_shard_spatial_dims_with_halos() -> None:
     trace = capture(Bands(), (), {"x": torch.randn(4, 4, 16, 16)})
     backward = [
         c
@@ -254,46 +255,52 @@ def test_what_a_convolution_may_read_with_a_halo_no_follower_of_it_reads_without
         if c.first.members[0].call.target == torch.ops.aten.convolution_backward.default
     ]
     assert backward
-    for found in backward:
+    for cluster_class in backward:
         assert any(
             halo.dim >= 2
-            for s in found.strategies
+            for s in cluster_class.strategies
             for layout in s.outer.inputs
             for halo in layout.special
-        ), "space is a choice"
+        ), "a strategy shards a spatial dim"
 
 
 class Centred(nn.Module):
-    """A mean over samples is taken from what one op makes, of which it is made, too."""
+    """Subtract the mean over samples from the result of a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.linear(x)
-        return (made - made.mean(0)).pow(3).sum()
+        features = self.linear(x)
+        return (features - features.mean(0)).pow(3).sum()
 
 
-def test_where_a_node_reads_several_tensors_of_a_cluster_no_way_to_make_them_is_lost() -> None:
+def test_node_that_reads_two_tensors_of_a_cluster_does_not_restrict_its_strategies() -> None:
     trace = capture(Centred(), (), {"x": torch.randn(8, 4)})
     home = {m.node: i for i, c in enumerate(clusters_of(trace)) for m in c.members}
     (difference,) = (n for n in trace.graph.nodes if n.target is torch.ops.aten.sub.Tensor)
-    (made,) = (n for n in trace.graph.nodes if n.target is ops.dot and n.meta["phase"] == "forward")
-    assert home[difference.name] != home[made.name]
-    (product,) = (c for c in classes_of(trace, (2,)) if c.first.members[0].node == made.name)
+    (linear,) = (
+        n for n in trace.graph.nodes if n.target is ops.dot and n.meta["phase"] == "forward"
+    )
+    assert home[difference.name] != home[linear.name]
+    (product,) = (c for c in classes_of(trace, (2,)) if c.first.members[0].node == linear.name)
     assert Layout.parse("S(0)") in {s.outer.outputs[0] for s in product.strategies}
 
 
-def test_nodes_of_equal_layers_share_what_they_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, find = list[Call](), clusters._find_possible
+def test_possible_strategies_are_computed_once_for_equal_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, find = list[Call](), clusters._find_possible
     monkeypatch.setattr(
-        clusters, "_find_possible", lambda call, made: found.append(call) or find(call, made)
+        clusters,
+        "_find_possible",
+        lambda call, possible: calls.append(call) or find(call, possible),
     )
     numbers = []
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
         clusters_of(capture(model, (), batch))
-        numbers.append(len(found))
-        found.clear()
+        numbers.append(len(calls))
+        calls.clear()
     assert numbers[0] == numbers[1] > 50

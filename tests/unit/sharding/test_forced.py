@@ -1,4 +1,5 @@
-"""Constraints on a model: what each kind concerns, and which op cannot meet one."""
+"""Layout constraints on a model: the tensors that each kind applies to, and the errors for
+constraints that an op cannot satisfy."""
 
 from __future__ import annotations
 
@@ -29,59 +30,61 @@ def trace() -> Trace:
     return traced(16, 32, 8, num_layers=2, bias=True, dtype=torch.float32)
 
 
-def forced(*constraints: LayoutConstraint) -> Plan:
+def plan_with(*constraints: LayoutConstraint) -> Plan:
     return make_plan(
         trace(), MESH, HardwareProfile.load("cpu-gloo"), PlanOptions(constraints=constraints)
     ).plan
 
 
-def test_a_forced_weight_is_read_so_in_forward_and_in_backward_and_others_stay_free() -> None:
-    choices = forced(layout("layers.0.up", weight="S(1) S(0)")).node_choices()
+def test_weight_constraint_applies_to_all_readers_of_the_weight_and_to_no_other_layer() -> None:
+    choices = plan_with(layout("layers.0.up", weight="S(1) S(0)")).node_choices()
     assert str(choices["layers.0.up/dot/forward/0"].inputs[1]) == "S(1) S(0)"
     assert str(choices["layers.1.up/dot/forward/0"].inputs[1]) == "R R"
-    found = resolve(trace(), [layout("layers.1.up", weight="S(1) S(0)")], MESH)
+    resolved = resolve(trace(), [layout("layers.1.up", weight="S(1) S(0)")], MESH)
     weight = next(p for p in trace().parameters if p.name == "layers.1.up.weight")
     readers = {n.name for n in trace().node(weight.node).users if n.op == "call_function"}
-    assert set(found.slots) == readers and len(readers) == 2, "the linear, and its input's gradient"
+    assert set(resolved.slots) == readers and len(readers) == 2, (
+        "the linear layer and the gradient of its input"
+    )
 
 
-def test_a_forced_bias_is_read_so() -> None:
-    choices = forced(layout("layers.*.up", bias="R S(0)")).node_choices()
+def test_bias_constraint_sets_the_layout_in_which_the_bias_is_read() -> None:
+    choices = plan_with(layout("layers.*.up", bias="R S(0)")).node_choices()
     assert str(choices["layers.0.up/dot/forward/0"].inputs[2]) == "R S(0)"
 
 
-def test_a_bias_that_is_to_be_split_where_its_product_is_to_make_partial_sums_is_refused() -> None:
+def test_sharded_bias_of_a_product_with_partial_sums_is_refused() -> None:
     message = (
         r"no strategy(.|\n)*layers\.0\.down/dot/forward/0 as '(R S\(1\)|R S\(0\))'(.|\n)*with the"
         r" other constraints"
     )
     with pytest.raises(ConstraintError, match=message):
-        forced(layout("layers.0.down", weight="R S(1)", bias="R S(0)"))
+        plan_with(layout("layers.0.down", weight="R S(1)", bias="R S(0)"))
 
 
-def test_a_forced_storage_is_where_the_parameter_rests_with_its_gradient() -> None:
-    plan = forced(layout("layers.*.down", storage="S(0)#1 S(0)#0"))
+def test_storage_constraint_sets_the_layout_of_the_parameter_and_its_gradient() -> None:
+    plan = plan_with(layout("layers.*.down", storage="S(0)#1 S(0)#0"))
     rests = {e.key: e.nodes[0].strategy for e in plan.entries if e.kind == "parameter"}
     assert str(rests["layers.*.down.weight/parameter"]) == "S(0)#1 S(0)#0 -> S(0)#1 S(0)#0"
 
 
-def test_a_forced_input_is_how_the_scope_reads_what_comes_from_outside() -> None:
-    choices = forced(layout("layers.1", input="S(0) S(1)")).node_choices()
+def test_input_constraint_applies_only_to_tensors_from_outside_the_scope() -> None:
+    choices = plan_with(layout("layers.1", input="S(0) S(1)")).node_choices()
     assert str(choices["layers.1.up/dot/forward/0"].inputs[0]) == "S(0) S(1)"
     assert str(choices["layers.1/add.Tensor/forward/0"].inputs[0]) == "S(0) S(1)", (
-        "the residual comes from outside too"
+        "the residual is also an input of the scope"
     )
     assert str(choices["layers.1.down/dot/forward/0"].inputs[0]) != "S(0) S(1)", (
-        "what the scope makes itself stays free"
+        "tensors computed inside the scope are not constrained"
     )
 
 
-def test_a_forced_output_is_how_the_scope_makes_what_others_read() -> None:
-    choices = forced(layout("layers.0", output="S(1) S(0)")).node_choices()
+def test_output_constraint_sets_the_layout_of_the_results_of_the_scope() -> None:
+    choices = plan_with(layout("layers.0", output="S(1) S(0)")).node_choices()
     assert str(choices["layers.0/add.Tensor/forward/0"].outputs[0]) == "S(1) S(0)"
 
 
-def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
+def test_constrained_layers_get_separate_classes() -> None:
     free = classes_of(trace(), MESH.shape)
     some = classes_of(
         trace(), MESH.shape, resolve(trace(), [layout("layers.1.up", weight="R S(0)")], MESH)
@@ -91,7 +94,7 @@ def test_constraints_split_equal_layers_into_classes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias", "storage", "input", "output"])
-def test_a_constraint_that_matches_nothing_is_refused_with_paths_that_there_are(kind: str) -> None:
+def test_constraint_that_matches_nothing_is_refused_with_similar_paths(kind: str) -> None:
     with pytest.raises(
         ConstraintError,
         match=rf"{kind}='R R' on 'layer\.\*' matches nothing(.|\n)*did you mean 'layers\.\*'",
@@ -99,7 +102,7 @@ def test_a_constraint_that_matches_nothing_is_refused_with_paths_that_there_are(
         resolve(trace(), [layout("layer.*", **{kind: "R R"})], MESH)
 
 
-def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> None:
+def test_constraint_of_which_one_part_matches_nothing_is_refused() -> None:
     class NoBias(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -113,7 +116,7 @@ def test_a_part_of_a_constraint_that_matches_nothing_is_not_passed_over() -> Non
         resolve(without, [layout("up", weight="R", bias="R")], Mesh(2))
 
 
-def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> None:
+def test_layout_with_a_missing_dim_is_refused_with_the_shape_of_the_parameter() -> None:
     for constraint in (
         layout("layers.0.up", weight="S(2) R"),
         layout("layers.0.up", storage="S(2) R"),
@@ -125,34 +128,32 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> Non
             resolve(trace(), [constraint], MESH)
 
 
-def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_it_could_have() -> (
-    None
-):
+def test_error_for_an_impossible_layout_names_the_op_its_line_and_possible_layouts() -> None:
     message = (
         r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\)"
         r" R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
     )
     with pytest.raises(ConstraintError, match=message):
-        forced(layout("layers.0", output="S(5) R"))
+        plan_with(layout("layers.0", output="S(5) R"))
 
 
-def test_two_constraints_that_contradict_each_other_name_the_op_and_what_is_left() -> None:
+def test_error_for_contradicting_constraints_names_the_op_and_possible_layouts() -> None:
     message = (
         r"input 1 of layers\.0\.up/dot/\S+ as 'R S\(1\)'(.|\n)*with the other constraints (.|\n)*R"
         r" S\(0\)"
     )
     with pytest.raises(ConstraintError, match=message):
-        forced(layout("layers.0.up", weight="R S(0)"), layout("*.up", weight="R S(1)"))
+        plan_with(layout("layers.0.up", weight="R S(0)"), layout("*.up", weight="R S(1)"))
     with pytest.raises(
         ConstraintError,
         match=r"layers\.0\.up\.weight would be stored as R R and, by '\*\.up', as S\(0\) R",
     ):
-        forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="S(0) R"))
-    assert forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="R R"))
+        plan_with(layout("layers.0.up", storage="R R"), layout("*.up", storage="S(0) R"))
+    assert plan_with(layout("layers.0.up", storage="R R"), layout("*.up", storage="R R"))
 
 
 @pytest.mark.parametrize("storage", ["S(0) S(0)", "P R"])
-def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_shape(
+def test_impossible_storage_is_refused_with_the_name_and_shape_of_the_parameter(
     storage: str,
 ) -> None:
     narrow = traced(6, 10, 8, num_layers=1, dtype=torch.float32)
@@ -176,7 +177,7 @@ def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_sh
         ((1, 4), (1, 4), "S(0) S(1)", "S(0) S(1)"),
     ],
 )
-def test_a_layout_over_stored_dims_is_one_over_the_last_dims_that_each_is_seen_as(
+def test_layout_of_stored_dims_applies_to_the_last_dim_of_each_view(
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, seen: str
 ) -> None:
     assert math.prod(shape) == math.prod(view)

@@ -1,5 +1,5 @@
-"""Grids of tensor parallelism on a trace: which products are by columns and by rows, what steps
-aside, and who refuses."""
+"""2d and 3d tensor parallelism on a trace: how products are sharded, which ops are exceptions, and
+which models are refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MESHES = {SQUARE: Mesh({"a": 2, "b": 2}), CUBE: Mesh({"i": 2, "j": 2, "l": 2})}
 
 
 class Chain(nn.Module):
-    """x + linear(relu(linear(…))), with so many linears, a norm between, and what comes before
-    the loss."""
+    """x + linear(relu(norm(…))) with a number of linear layers, a norm before each of them, and a
+    module before the loss."""
 
     def __init__(
         self, num_linears: int, norm: nn.Module | None = None, end: nn.Module | None = None
@@ -42,40 +42,40 @@ class Chain(nn.Module):
         return self.end(x + y).pow(2).mean()
 
 
-def traced(model: nn.Module, *shape: int) -> tuple[Trace, nn.Module, dict[str, torch.Tensor]]:
+def trace_model(model: nn.Module, *shape: int) -> tuple[Trace, nn.Module, dict[str, torch.Tensor]]:
     batch = {"x": torch.randn(*(shape or (8, 8)), generator=torch.Generator().manual_seed(0))}
     return capture(model, (), batch), model, batch
 
 
-def planned(trace: Trace, constraint: constraints.Parallelism, mesh: Mesh | None = None) -> Planned:
+def plan_with(
+    trace: Trace, constraint: constraints.Parallelism, mesh: Mesh | None = None
+) -> Planned:
     options = PlanOptions(constraints=(constraint,))
     return make_plan(trace, mesh or MESHES[constraint], HardwareProfile.load("h100-sxm"), options)
 
 
 def products(trace: Trace, constraint: constraints.Parallelism, axis: int) -> dict[str, str]:
-    """Module of each product with a weight → labels of activation, weight and result on the axis;
-    partial sums count as whole, and so does what is free (inputs)."""
+    """Map the module of each product with a weight to the labels of activation, weight and result
+    on an axis. Partial sums and unconstrained tensors (inputs) are shown as R."""
     rows, graph = resolve(trace, [constraint], MESHES[constraint]).named.rows, read_trace(trace)
-    found = {}
+    labels = {}
     for name, node in graph.nodes.items():
         if product_of(graph, node):
             row = dict(rows[name])[axis]
-            found[node.meta["module"]] = " ".join(
+            labels[node.meta["module"]] = " ".join(
                 str(label or "R") for label in (*row.inputs, *row.outputs)
             )
-    return found
+    return labels
 
 
-def test_on_the_second_side_of_a_square_every_product_is_by_columns() -> None:
-    trace, *_ = traced(Chain(2))
+def test_second_axis_of_a_2d_grid_shards_all_products_by_columns() -> None:
+    trace, *_ = trace_model(Chain(2))
     assert set(products(trace, SQUARE, 1).values()) == {"R S(0) S(1)"}
     assert set(products(trace, SQUARE, 0).values()) == {"S(0) R S(0)"}, "samples"
 
 
-def test_in_a_cube_products_are_by_rows_and_by_columns_in_turn_and_the_two_sides_take_turns() -> (
-    None
-):
-    trace, *_ = traced(Chain(2))
+def test_two_axes_of_a_3d_grid_alternate_between_columns_and_rows() -> None:
+    trace, *_ = trace_model(Chain(2))
     columns, rows = "R S(0) S(1)", "S(1) S(1) R"
     assert products(trace, CUBE, 1) == {"start": columns, "linears.0": rows, "linears.1": columns}
     assert products(trace, CUBE, 2) == {
@@ -87,20 +87,20 @@ def test_in_a_cube_products_are_by_rows_and_by_columns_in_turn_and_the_two_sides
 
 @pytest.mark.parametrize("constraint", [SQUARE, CUBE], ids=str)
 @pytest.mark.parametrize("num_linears", [1, 2, 3])
-def test_chains_of_any_length_compute_what_the_model_does(
+def test_sharded_chains_of_any_length_match_the_model(
     constraint: constraints.Parallelism, num_linears: int
 ) -> None:
-    trace, model, batch = traced(Chain(num_linears))
-    plan = planned(trace, constraint)
+    trace, model, batch = trace_model(Chain(num_linears))
+    plan = plan_with(trace, constraint)
     assert verify_program(trace, plan.program, model, (), batch).ok
 
 
-def test_a_norm_over_split_features_works_on_parts_of_the_tokens_and_is_named_in_the_log(
+def test_norm_over_sharded_features_is_sharded_over_tokens_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trace, model, batch = traced(Chain(2, nn.LayerNorm(8)), 4, 6, 8)
+    trace, model, batch = trace_model(Chain(2, nn.LayerNorm(8)), 4, 6, 8)
     with caplog.at_level("WARNING", logger="autopar"):
-        plan = planned(trace, SQUARE)
+        plan = plan_with(trace, SQUARE)
     assert (
         "norm/native_layer_norm/forward/0, norm/native_layer_norm/forward/1"
         in caplog.records[0].getMessage()
@@ -116,21 +116,21 @@ def test_a_norm_over_split_features_works_on_parts_of_the_tokens_and_is_named_in
 
 
 @pytest.mark.slow
-def test_keys_of_one_head_are_gathered_where_queries_of_several_are_split() -> None:
+def test_keys_with_one_head_are_gathered_if_queries_are_sharded_by_heads() -> None:
     model, batch = zoo_small.llama(num_layers=1, num_key_value_heads=1)
     trace = capture(model, (), batch)
-    plan = planned(trace, SQUARE)
+    plan = plan_with(trace, SQUARE)
     assert {str(p.layout) for p in plan.program.stages[0].parameters if "k_proj" in p.name} == {
         "S(1) S(0)"
     }
     assert verify_program(trace, plan.program, model, (), batch).ok
 
 
-def test_a_table_that_is_also_the_head_lies_as_the_head_asks() -> None:
+def test_embedding_tied_to_the_head_has_the_layout_of_the_head() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     rests = {
         p.name: str(p.layout)
-        for p in planned(capture(model, (), batch), SQUARE).program.stages[0].parameters
+        for p in plan_with(capture(model, (), batch), SQUARE).program.stages[0].parameters
     }
     assert (
         rests["transformer.wte.weight"] == "S(1) S(0)"
@@ -139,32 +139,32 @@ def test_a_table_that_is_also_the_head_lies_as_the_head_asks() -> None:
 
 
 class Sorted(nn.Module):
-    """Means over the samples, in order."""
+    """Means over the samples, sorted."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(0).sort().values
 
 
-def test_an_op_that_reads_all_features_and_has_no_other_dim_refuses() -> None:
+def test_op_without_a_dim_to_shard_is_refused() -> None:
     message = (
         r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: at end/sort/forward/0, it"
         r" cannot read the shards(.|\n)*op aten\.sort"
     )
     with pytest.raises(ConstraintError, match=message):
-        planned(traced(Chain(1, end=Sorted()))[0], SQUARE)
+        plan_with(trace_model(Chain(1, end=Sorted()))[0], SQUARE)
 
 
-def test_heads_that_a_side_does_not_divide_are_refused_by_the_op_that_makes_them() -> None:
+def test_number_of_heads_not_divisible_by_an_axis_is_refused() -> None:
     model, batch = zoo_small.llama(num_layers=1)
     message = (
         r"cannot hold: model\.layers\.0\.self_attn/view/forward/1 has a tensor of shape \(4, 12, 2,"
         r" 8\), whose dim 2 would be in 4 parts"
     )
     with pytest.raises(ConstraintError, match=message):
-        planned(capture(model, (), batch), SQUARE, Mesh({"a": 4, "b": 4}))
+        plan_with(capture(model, (), batch), SQUARE, Mesh({"a": 4, "b": 4}))
 
 
-def test_a_batch_that_a_cube_does_not_divide_is_refused() -> None:
+def test_batch_not_divisible_by_a_3d_grid_is_refused() -> None:
     with pytest.raises(
         ConstraintError,
         match=(
@@ -172,11 +172,11 @@ def test_a_batch_that_a_cube_does_not_divide_is_refused() -> None:
             r" parts"
         ),
     ):
-        planned(traced(Chain(2), 2, 8)[0], CUBE)
+        plan_with(trace_model(Chain(2), 2, 8)[0], CUBE)
 
 
 class Scaled(nn.Module):
-    """No linear."""
+    """A model without linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,29 +186,29 @@ class Scaled(nn.Module):
         return (self.scale * x).pow(2).mean()
 
 
-def test_a_model_without_linears_is_refused() -> None:
+def test_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(
         ConstraintError,
         match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear layer to shard",
     ):
-        planned(traced(Scaled())[0], SQUARE)
+        plan_with(trace_model(Scaled())[0], SQUARE)
 
 
-def test_sides_of_one_device_ask_for_nothing() -> None:
-    forced = resolve(traced(Chain(1))[0], [SQUARE], Mesh({"a": 1, "b": 1, "c": 2}))
-    assert not forced.named.rows and not forced.named.grid
+def test_axes_of_size_one_add_no_constraints() -> None:
+    resolved = resolve(trace_model(Chain(1))[0], [SQUARE], Mesh({"a": 1, "b": 1, "c": 2}))
+    assert not resolved.named.rows and not resolved.named.grid
 
 
 @pytest.mark.parametrize(
     ("order", "rests"),
     [("ijl", "R S(0) S(2)"), pytest.param("jli", "S(0) S(2) S(0)", marks=pytest.mark.slow)],
 )
-def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gathered_alone(
+def test_fused_projection_is_stored_sharded_over_the_sample_axis_only_if_it_is_last(
     order: str, rests: str
 ) -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     trace = capture(model, (), batch)
-    program = planned(trace, CUBE, Mesh(dict.fromkeys(order, 2))).program
+    program = plan_with(trace, CUBE, Mesh(dict.fromkeys(order, 2))).program
     assert {
         str(p.layout) for p in program.stages[0].parameters if p.name.endswith("c_attn.weight")
     } == {rests}
@@ -221,7 +221,7 @@ def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gat
 
 
 class Twice(nn.Module):
-    """What the second linear makes is read as it is, and transposed."""
+    """The result of the second linear layer is read directly and transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,9 +232,9 @@ class Twice(nn.Module):
         return torch.relu(y).pow(2).mean() + torch.tanh(y.transpose(1, 2)).pow(2).mean()
 
 
-def test_partial_sums_that_several_read_are_scattered_once() -> None:
-    trace, model, batch = traced(Twice(), 8, 4, 8)
-    program = planned(trace, CUBE).program
+def test_partial_sum_with_two_readers_is_reduce_scattered_once() -> None:
+    trace, model, batch = trace_model(Twice(), 8, 4, 8)
+    program = plan_with(trace, CUBE).program
     scattered = [
         key
         for phase, key, c in program.stages[0].collectives
