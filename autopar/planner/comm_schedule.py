@@ -110,8 +110,8 @@ def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
 #
 # Buckets hold more memory than their members: a bucket of prefetchable collectives runs where its
 # first member is read, and one of deferrable collectives keeps their operands until the last. If a
-# plan with buckets exceeds the budget, the buckets that hold tensors where it does so are removed,
-# and smaller buckets are tried.
+# plan exceeds the budget, the buckets that hold tensors where it does so are removed, and smaller
+# buckets are tried.
 #
 # The objective and the bound count a collective that may share a bucket as its share of a full
 # bucket (`autopar.solve.prices`). The buckets themselves are in the simulated step.
@@ -405,8 +405,7 @@ class Ordering:
         return None
 
     def _nodes_over_budget(self, tried: Candidate) -> set[fx.Node] | None:
-        """Return the nodes during which a plan exceeds the budget; None if it does not exceed
-        it."""
+        """Return the nodes during which a plan exceeds the budget; None if it never does."""
         peak = self.peak_bytes(tried.program) + tried.plan.prediction.beside_bytes
         if peak <= self.budget:
             return None
