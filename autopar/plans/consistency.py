@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, Any] = {
     "batch": Literal["global", "local"],
     "outputs": Literal["full", "local", "dtensor", "loss", "auto"],
 }
-"""Name → annotation of the options that `autopar.planner.PlanOptions` writes into a plan."""
+"""Name → annotation of the options that `autopar.request.PlanOptions` writes into a plan."""
 
 
 def misfit_of_options(options: Mapping[str, Any]) -> str:

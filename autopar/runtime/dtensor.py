@@ -21,7 +21,7 @@ Each of these cases is collective: every rank must execute it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,36 +91,23 @@ class HeldTensor(DTensor):
         name = func.__name__
         if func in READS or name == "__format__":
             return gather_fallback.read_whole(func, args, kwargs)
-        if (
-            is_of_elements(name)
-            and not (has_stages() and name in OF_SEVERAL)
-            and _are_alike(args, kwargs)
-        ):  # the fast path, which most of an optimizer's step takes
+        if _takes_fast_path(name, args, kwargs):
             first = args[0] if args and isinstance(args[0], tuple | list) else args[:1]
-            found, refusal = _by_dtensor(func, types, args, kwargs, first)
+            result, refusal = _try_dtensor(func, types, args, kwargs, first)
             if refusal is None:
-                for x in found if isinstance(found, tuple | list) else (found,):
-                    hold_value(x)
-                return found
-        if name == "__iter__":
-            return iter(args[0].unbind(0))
+                return _hold_each(result)
+        if name in _METHODS:
+            return _METHODS[name](args[0])
         leaves = tensors_in((args, kwargs))
-        if name == "storage":  # called by safetensors; torch uses untyped storages
-            refuse_parts("a distributed tensor has no storage of its own", "safetensors")
-        if name == "data_ptr":  # scripts detect tied parameters by it; a wrapper has no data
-            return args[0]._local_tensor.data_ptr()
         if name in ASIDE:
-            return _shown(_call_disabled(func, types, args, kwargs), leaves)
+            return _hold_new(_call_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
-        if name.startswith("_amp_foreach_"):
-            # DTensor's implementation shares non-finite values with all ranks
+        if name.startswith(_LIST_KERNELS):
+            # DTensor's implementation of `_amp_foreach_*` shares non-finite values with all ranks
+            compute = _call_disabled if name.startswith("_amp_") else _compute_with_dtensor
             return gather_fallback.by_mesh(
-                func, args, kwargs, lambda a, k: _call_disabled(func, types, a, k)
-            )
-        if name.startswith(("_foreach_", "_fused_")):
-            return gather_fallback.by_mesh(
-                func, args, kwargs, lambda a, k: _compute_with_dtensor(func, types, a, k)
+                func, args, kwargs, lambda a, k: compute(func, types, a, k)
             )
         return _compute_with_dtensor(func, types, args, kwargs)
 
@@ -161,11 +148,18 @@ def hold_value(value: Any) -> Any:
     return value
 
 
+def _hold_each(result: Any) -> Any:
+    """Convert a result, or each value of a list of results, to `HeldTensor`."""
+    for x in result if isinstance(result, tuple | list) else (result,):
+        hold_value(x)
+    return result
+
+
 def shard_like(like: DTensor, value: Tensor) -> Any:
     """Return this rank's shard of a full tensor as a `HeldTensor` with the placements of `like`."""
-    made = torch.empty_like(like.detach(), dtype=value.dtype)
-    gather_fallback.put_whole(made, value.detach())
-    return hold_value(made)
+    shard = torch.empty_like(like.detach(), dtype=value.dtype)
+    gather_fallback.put_whole(shard, value.detach())
+    return hold_value(shard)
 
 
 def _mesh_of_sums(args: Any) -> DeviceMesh | None:
@@ -179,6 +173,29 @@ def _mesh_of_sums(args: Any) -> DeviceMesh | None:
                 if placement.is_partial():
                     return x._spec.mesh
     return None
+
+
+_LIST_KERNELS = ("_amp_foreach_", "_foreach_", "_fused_")
+# Methods that neither DTensor nor the full tensor answers.
+_METHODS: Mapping[str, Callable[[Any], Any]] = {
+    "__iter__": lambda x: iter(x.unbind(0)),
+    # called by safetensors; torch uses untyped storages
+    "storage": lambda _: refuse_parts(
+        "a distributed tensor has no storage of its own", "safetensors"
+    ),
+    # scripts detect tied parameters by it; a wrapper has no data
+    "data_ptr": lambda x: x._local_tensor.data_ptr(),
+}
+
+
+def _takes_fast_path(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether DTensor can be tried without further checks, as for most of an optimizer's
+    step."""
+    return (
+        is_of_elements(name)
+        and not (has_stages() and name in OF_SEVERAL)
+        and _are_alike(args, kwargs)
+    )
 
 
 def _are_alike(args: Any, kwargs: Any) -> bool:
@@ -196,7 +213,7 @@ def _are_alike(args: Any, kwargs: Any) -> bool:
     return mesh is not None and "out" not in kwargs
 
 
-def _by_dtensor(
+def _try_dtensor(
     func: Any, types: Iterable[type], args: Any, kwargs: Any, written: Sequence[Any]
 ) -> tuple[Any, str | None]:
     """Compute a function with DTensor.
@@ -233,35 +250,38 @@ def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: A
         func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh
     )
     if origins:
-        return _written_through(func, args, kwargs, origins[0])
+        return _write_through(func, args, kwargs, origins[0])
+    if _needs_full_tensors(func, args, kwargs, leaves, written):
+        result = gather_fallback.compute(func, args, kwargs, mesh)
+    else:
+        same_mesh_args, same_mesh_kwargs = gather_fallback.on_one_mesh(args, kwargs, mesh)
+        result, refusal = _try_dtensor(func, types, same_mesh_args, same_mesh_kwargs, written)
+        if refusal is not None:
+            result = gather_fallback.compute(func, args, kwargs, mesh, refusal)
+    _hold_new(result, leaves)
+    is_view = func.__name__ in VIEWS and isinstance(args[0], DTensor)
+    return _record_origins(result, func, args, kwargs) if is_view else result
+
+
+def _needs_full_tensors(
+    func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Sequence[Tensor]
+) -> bool:
+    """Return whether a function has to be computed from full tensors.
+
+    Args:
+        func, args, kwargs: the arguments of `__torch_function__`.
+        leaves: the tensors among the arguments.
+        written: the tensors that the function writes.
+    """
+    # a plain target takes full tensors, and gradients flow through it
+    if draws(func) or any(not isinstance(x, DTensor) for x in written):
+        return True
     # DTensor computes some functions wrongly without an error if a shard is not one box, for
     # example those of LBFGS's flattened vectors
-    in_any_order = not any(
+    is_strided = any(
         isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements
     )
-    # a plain target takes full tensors, and gradients flow through it
-    into_plain = any(not isinstance(x, DTensor) for x in written)
-    if (
-        into_plain
-        or draws(func)
-        or ((written or not in_any_order) and not computes_in_place(func, args, kwargs))
-    ):
-        return _known(
-            _shown(gather_fallback.compute(func, args, kwargs, mesh), leaves), func, args, kwargs
-        )
-    taken, named = gather_fallback.on_one_mesh(args, kwargs, mesh)
-    found, refusal = _by_dtensor(func, types, taken, named, written)
-    if refusal is not None:
-        found = gather_fallback.compute(func, args, kwargs, mesh, refusal)
-    return _known(_shown(found, leaves), func, args, kwargs)
-
-
-def _known(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    return (
-        _with_origin(found, func, args, kwargs)
-        if func.__name__ in VIEWS and isinstance(args[0], DTensor)
-        else found
-    )
+    return bool(written or is_strided) and not computes_in_place(func, args, kwargs)
 
 
 def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
@@ -271,29 +291,27 @@ def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> 
 def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
     """Access an attribute. Convert gradients to `HeldTensor`, and record the origin of views."""
     with DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
-    if isinstance(found, DTensor):
-        name = getattr(func.__self__, "__name__", "")
-        found = hold_value(found)
-        return _with_origin(found, func, args, kwargs) if name in VIEW_ATTRIBUTES else found
-    return found
+        value = hold_value(func(*args, **kwargs))
+    if isinstance(value, DTensor) and getattr(func.__self__, "__name__", "") in VIEW_ATTRIBUTES:
+        return _record_origins(value, func, args, kwargs)
+    return value
 
 
-def _shown(found: Any, given: list[Tensor]) -> Any:
+def _hold_new(result: Any, operands: list[Tensor]) -> Any:
     """Convert the tensors of a result to `HeldTensor`, except tensors that the user passed."""
-    known = {id(x) for x in given}
-    for x in tensors_in(found):
+    known = {id(x) for x in operands}
+    for x in tensors_in(result):
         if id(x) not in known:
             hold_value(x)
-    return found
+    return result
 
 
-def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _record_origins(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Record the origin of each view that is a copy, because a sharded dim was split or because its
     base is such a copy."""
     of = args[0]
-    several = isinstance(found, tuple | list)
-    for place, view in enumerate(found if several else [found]):
+    several = isinstance(result, tuple | list)
+    for place, view in enumerate(result if several else [result]):
         if not isinstance(view, DTensor) or view is of:
             continue
         hold_value(view)
@@ -303,23 +321,23 @@ def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
             != of._local_tensor.untyped_storage()._cdata
         ):
             setattr(view, _ORIGIN, (of, func, args[1:], kwargs, place if several else None))
-    return found
+    return result
 
 
-def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
+def _write_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
     """Apply a write into a view that is a copy to the tensor that the view was taken from."""
     chain, of = list[Any](), view
     while _ORIGIN in vars(of):
         chain.append(vars(of)[_ORIGIN])
         of = chain[-1][0]
     result = of.detach().full_tensor().clone()
-    seen = result
-    for _, made, rest, named, place in reversed(chain):
-        seen = made(seen, *rest, **named)
-        seen = seen if place is None else seen[place]
-    gather_fallback.compute(func, args, kwargs, of.device_mesh, into={id(view): seen})
+    part = result
+    for _, take_view, rest, named, place in reversed(chain):
+        part = take_view(part, *rest, **named)
+        part = part if place is None else part[place]
+    gather_fallback.compute(func, args, kwargs, of.device_mesh, into={id(view): part})
     gather_fallback.put_whole(of, result)
-    gather_fallback.put_whole(view, seen)
+    gather_fallback.put_whole(view, part)
     return view
 
 
