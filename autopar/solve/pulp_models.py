@@ -17,7 +17,7 @@ import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,57 +194,82 @@ def solve_modelled(
         InfeasibleError: if no assignment of layouts is legal, regardless of memory.
         AutoparError: if the solver is not available, or if it fails.
     """
-    used, ends = pulp_solver(solver), time.monotonic() + time_limit_s
+    backend, ends = pulp_solver(solver), time.monotonic() + time_limit_s
     program = Formulation(problem)
-    excess, rows = Excess(program), list(budget_rows(problem))
-    active, outlasted, tightened = set[int](), set[int](), 0
+    excess, rows, outlasted = Excess(program), _AddedRows(program), set[int]()
     bound_s = free_s = 0.0
     while True:
-        found = _solve_once(
-            program.model, used, gap, ends - time.monotonic(), problem if not active else None
-        )
-        if found is None:
+        left_s, free = ends - time.monotonic(), None if rows.added else problem
+        answer = _solve_once(program.model, backend, gap, left_s, free)
+        if answer is None:
             return None
-        strategies, recomputed, kept, regions = program.read_choices(found.values)
-        evaluation = evaluate(
-            problem, strategies, recomputed, kept, regions if active else None
-        )  # regions cost nothing without budget rows
-        if not tightened:  # a tightened row excludes plans from the bound
-            bound_s = max(bound_s, found.bound_s)
-            free_s = bound_s if not any(unsure_bytes(problem, rows[r]) for r in active) else free_s
+        strategies, recomputed, kept, regions = program.read_choices(answer.values)
+        used_regions = regions if rows.added else None  # they cost nothing without budget rows
+        evaluation = evaluate(problem, strategies, recomputed, kept, used_regions)
+        if not rows.num_tightened:  # a tightened row excludes plans from the bound
+            bound_s = max(bound_s, answer.bound_s)
+            free_s = free_s if rows.are_unsure else bound_s
         broken = {
             r for r, size in enumerate(evaluation.resting_bytes) if size > problem.budget_bytes
         }
         exceeds = _exceeded_phases(evaluation) - outlasted
-        if not broken and not exceeds:
-            bound_s, free_s = (
-                min(bound_s, evaluation.objective_s),
-                min(free_s, evaluation.objective_s),
-            )
+        if broken:
+            rows.add(broken)
+        elif exceeds:
+            for phase in sorted(exceeds):
+                excess.add(phase, evaluation.objective_s)
+            outlasted |= exceeds
+        else:
             return Solution(
                 strategies,
                 recomputed,
                 evaluation.kept,
                 evaluation.objective_s,
-                bound_s,
-                free_s,
+                min(bound_s, evaluation.objective_s),
+                min(free_s, evaluation.objective_s),
                 program.num_variables,
                 program.num_constraints,
                 solver.lower(),
-                regions=regions if active else None,
+                regions=used_regions,
             )
-        if not broken:
-            for phase in sorted(exceeds):
-                excess.add(phase, evaluation.objective_s)
-            outlasted |= exceeds
-        if broken and broken <= active:  # within the solver's tolerance
-            tightened += 1
-            margin = math.ceil(problem.budget_bytes * _TOLERANCE * 2**tightened)
-            for r in sorted(broken):
-                program.add_budget(replace(rows[r], reserve_bytes=rows[r].reserve_bytes + margin))
-        for r in sorted(broken - active):
-            program.add_budget(rows[r])
-        active |= broken
+
+
+@dataclass
+class _AddedRows:
+    """The memory rows that were added to a program because a plan broke them.
+
+    Attributes:
+        program: the program.
+        added: positions of these rows among the rows of the problem.
+        num_tightened: how often a row was tightened.
+    """
+
+    program: Formulation
+    added: set[int] = field(default_factory=set)
+    num_tightened: int = 0
+
+    def __post_init__(self) -> None:
+        self._rows = list(budget_rows(self.program.problem))
+
+    @property
+    def are_unsure(self) -> bool:
+        """Whether one of the rows counts memory that is not certain."""
+        return any(unsure_bytes(self.program.problem, self._rows[r]) for r in self.added)
+
+    def add(self, broken: set[int]) -> None:
+        """Add broken rows. If all of them exist, they are broken within the solver's tolerance, and
+        are tightened by more than it."""
+        if broken <= self.added:
+            self.num_tightened += 1
+            budget = self.program.problem.budget_bytes
+            margin = math.ceil(budget * _TOLERANCE * 2**self.num_tightened)
+            rows = [self._rows[r] for r in sorted(broken)]
+            rows = [replace(row, reserve_bytes=row.reserve_bytes + margin) for row in rows]
+        else:
+            rows = [self._rows[r] for r in sorted(broken - self.added)]
+        for row in rows:
+            self.program.add_budget(row)
+        self.added |= broken
 
 
 def _exceeded_phases(evaluation: Evaluation) -> set[int]:
@@ -265,20 +290,20 @@ def _solve_once(
         free: the problem if the program has no budget rows, else None. In this case an infeasible
             program means that no assignment of layouts is legal.
     """
-    made = to_pulp(model)
+    pulp_model = to_pulp(model)
     try:
-        made.solve(solver.build(gap, left_s))
+        pulp_model.solve(solver.build(gap, left_s))
     except pulp.PulpSolverError as error:
         what = f"solver {solver.name} failed through PuLP: {error}"
         raise AutoparError(
             what, remedy="check its installation and licence, or pass another solver"
         ) from error
-    if made.status == pulp.LpStatusInfeasible and free is not None:
+    if pulp_model.status == pulp.LpStatusInfeasible and free is not None:
         raise refusal(free)
-    if made.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    if pulp_model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None
-    values = {v.name: v.value() or 0.0 for v in made.variables()}
-    if made.sol_status == pulp.LpSolutionOptimal and solver.keeps_gap:
+    values = {v.name: v.value() or 0.0 for v in pulp_model.variables()}
+    if pulp_model.sol_status == pulp.LpSolutionOptimal and solver.keeps_gap:
         objective = sum(
             cost * values[column.name]
             for column, cost in zip(model.columns, model.costs, strict=True)

@@ -55,18 +55,18 @@ def slacks(
         at_hand: layouts (node indices) of the tensor that exist at the start of the phase.
         waited_for: layouts in which ops read it before the end of the phase.
     """
-    there = set(at_hand)
-    there_from: list[bool] = []
+    available = set(at_hand)
+    from_start: list[bool] = []
     for arc in arcs:
-        there_from.append(arc.src in there)
-        there |= {arc.dst} if arc.src in there else set()
+        from_start.append(arc.src in available)
+        available |= {arc.dst} if arc.src in available else set()
     awaited = set(waited_for)
-    found: list[Slack] = []
-    for arc, early in zip(reversed(arcs), reversed(there_from), strict=True):
+    reversed_slacks: list[Slack] = []
+    for arc, early in zip(reversed(arcs), reversed(from_start), strict=True):
         late = arc.dst not in awaited
         awaited |= set() if late else {arc.src}
-        found.append("prefetchable" if early else "deferrable" if late else "critical")
-    return tuple(reversed(found))
+        reversed_slacks.append("prefetchable" if early else "deferrable" if late else "critical")
+    return tuple(reversed(reversed_slacks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,72 +129,45 @@ def moves_of(
     Raises:
         LayoutError: if some layout cannot be reached.
     """
-    variant = problem.variants[v]
-    value = problem.values[variant.value]
-    graph = value.graph
-    made = _layout_made(problem, value, strategies[value.op])
-    now = [u for u in variant.uses if u.phase == value.phase]
-    later = [u for u in variant.uses if u.phase != value.phase]
-    rests = problem.ops[value.op].kind != "compute"
-    wanted, awaited = _layouts_wanted(problem, graph, now, strategies)
-    chosen, at_hand = (strategies, recomputed), {made} if rests else set[int]()
-    ends = _Ends({made}, wanted, at_hand, awaited)
-    first = _redistribute(problem, v, False, ends, chosen, balance)
-    wanted_later, awaited_later = _layouts_wanted(problem, graph, later, strategies)
-    again, awaited_again = _layouts_wanted(
-        problem, graph, [u for u in now if u.again and u.op in recomputed], recomputed
-    )
-    wanted_later |= again
-    if not wanted_later:
+    variant = _ChosenVariant(problem, v, (strategies, recomputed), balance)
+    value, ends = variant.value, variant.ends_in_own_phase()
+    first = variant.redistribute(False, ends)
+    later = variant.reads_in_backward()
+    if not later.wanted:
         return first, Redistribution((), (), (), 0.0), ()
     kept_here = None if kept is None else kept.get(v, ())
-    allowed, stored = _versions_allowed(value, {made, *wanted}, kept_here)
-    free = {made} if value.resident else set[int]()
-    allowed |= free  # it may always be kept in its storage layout
-    if value.op in recomputed:
-        free.add(_layout_made(problem, value, recomputed[value.op]))
-
-    def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
-        """Find the collectives of backward, and the versions that they read, given the versions
-        that may be kept on the devices and those stored on the hosts."""
-        ends = _Ends(
-            allowed | free,
-            wanted_later,
-            allowed | ({made} if value.resident else set()),
-            awaited_later | awaited_again,
-            stored - free,
-        )
-        second = _redistribute(problem, v, True, ends, chosen, balance)
-        read = {arc.src for arc in second.arcs} | set(second.wanted)
-        return second, tuple(
-            sorted(n for n in (*allowed, *map(value.stored_version, stored)) if n in read)
-        )
-
-    second, keep = later_from(allowed, stored)
-    if not unseen_layouts(first.arcs, first.taken).intersection(
-        n % len(graph.layouts) for n in keep
-    ):
-        return _add_stores(value, first, keep, at_hand, awaited), second, keep
+    allowed, stored = _versions_allowed(value, ends.sources | ends.wanted, kept_here)
+    allowed |= later.resident  # it may always be kept in its storage layout
+    second, keep = later.redistribute(allowed, stored)
+    kept_layouts = {n % len(value.graph.layouts) for n in keep}
+    if not unseen_layouts(first.arcs, first.taken) & kept_layouts:
+        return _add_stores(value, first, keep, ends), second, keep
     # A result that a kernel scatters or norms as it is computed never exists separately. So either
     # it is not kept in that layout, or the kernel is not used.
-    plain = pick_kernels(
-        problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also]
-    )
-    layouts = {n % len(graph.layouts) for n in keep}
-    apart = replace(
-        first,
-        taken={i: t for i, t in plain.items() if not unseen_layouts(first.arcs, {i: t}) & layouts},
-    )
-    ways = [(apart, second, keep)]
-    for doing in (first, *([replace(first, taken=plain)] if plain != first.taken else [])):
+    plain = variant.without_norms(first)
+    ways = [(_without_kernels_of(plain, kept_layouts), second, keep)]
+    for forward in (first, plain) if plain.taken != first.taken else (first,):
         with suppress(LayoutError):
-            hidden = unseen_layouts(doing.arcs, doing.taken)
-            ways.append((doing, *later_from(allowed - hidden, stored - hidden)))
-    ways = [(_add_stores(value, way[0], way[2], at_hand, awaited), *way[1:]) for way in ways]
+            unseen = unseen_layouts(forward.arcs, forward.taken)
+            ways.append((forward, *later.redistribute(allowed - unseen, stored - unseen)))
+    ways = [
+        (_add_stores(value, forward, versions, ends), backward, versions)
+        for forward, backward, versions in ways
+    ]
     return min(
         ways,
         key=lambda way: moved_load(problem, v, way).priced_s(problem.overlap_slowdown, balance),
     )
+
+
+def _without_kernels_of(moves: Redistribution, layouts: set[int]) -> Redistribution:
+    """Return the collectives without the kernels that leave out one of these layouts."""
+    taken = {
+        i: kernel
+        for i, kernel in moves.taken.items()
+        if not unseen_layouts(moves.arcs, {i: kernel}) & layouts
+    }
+    return replace(moves, taken=taken)
 
 
 def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
@@ -227,10 +200,10 @@ def _versions_allowed(
 
 
 def _add_stores(
-    value: Value, first: Redistribution, keep: Sequence[int], at_hand: set[int], awaited: set[int]
+    value: Value, first: Redistribution, keep: Sequence[int], ends: _Ends
 ) -> Redistribution:
-    """Return the collectives of forward, with the copies of versions that are stored on the
-    hosts."""
+    """Return the collectives of forward between `ends`, with the copies of versions that are stored
+    on the hosts."""
     stores = tuple(_copy(value, n, "store") for n in keep if value.on_host(n))
     if not stores:
         return first
@@ -240,7 +213,7 @@ def _add_stores(
         first,
         arcs=arcs,
         time_s=first.time_s + time_s,
-        slacks=slacks(arcs, at_hand, awaited),
+        slacks=slacks(arcs, ends.at_hand, ends.awaited),
         load=load,
     )
 
@@ -304,36 +277,127 @@ class _Ends:
     stored: Collection[int] = ()
 
 
-def _redistribute(
-    problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: OverlapWeights
-) -> Redistribution:
-    """Find the cheapest tree of collectives. Source layouts that are stored on the hosts are
-    fetched first."""
-    wanted, stored = ends.wanted, ends.stored
-    value = problem.values[problem.variants[v].value]
-    graph = value.graph
-    kernels = usable(problem, v, late, chosen)
-    costs = tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels), balance=balance)
-    tree = cheapest_tree(graph, {*ends.sources, *stored}, wanted, costs)
-    begun = {arc.src for arc in tree} | wanted
-    fetches = tuple(
-        _copy(value, value.stored_version(n), "fetch") for n in sorted(stored) if n in begun
-    )
-    arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
-    time_s = sum(arc.seconds(shares=early) for arc in arcs)
-    at_hand = ends.at_hand | {arc.src for arc in fetches}
-    load = sum(map(arc_loads(problem, v, late=late), arcs), Load())
-    which = pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {}
-    return Redistribution(
-        tuple(sorted(ends.sources)),
-        arcs,
-        tuple(sorted(wanted)),
-        time_s,
-        slacks(arcs, at_hand, ends.awaited),
-        early,
-        load,
-        which,
-    )
+@dataclass(frozen=True, slots=True)
+class _ChosenVariant:
+    """A variant with the strategies of all ops.
+
+    Attributes:
+        problem: the problem.
+        v: index of the variant.
+        chosen: strategies, and those of ops that backward recomputes.
+        balance: overlap weights at whose prices the trees are cheapest.
+    """
+
+    problem: Problem
+    v: int
+    chosen: Chosen
+    balance: OverlapWeights
+
+    @property
+    def value(self) -> Value:
+        """The value of the variant."""
+        return self.problem.values[self.problem.variants[self.v].value]
+
+    def ends_in_own_phase(self) -> _Ends:
+        """Return the layouts between which the tensor moves in the phase that computes it."""
+        problem, value, (strategies, _) = self.problem, self.value, self.chosen
+        made = _layout_made(problem, value, strategies[value.op])
+        rests = problem.ops[value.op].kind != "compute"
+        uses = [u for u in problem.variants[self.v].uses if u.phase == value.phase]
+        wanted, awaited = _layouts_wanted(problem, value.graph, uses, strategies)
+        return _Ends({made}, wanted, {made} if rests else set(), awaited)
+
+    def reads_in_backward(self) -> _BackwardReads:
+        """Return what backward reads of a forward value."""
+        problem, value, (strategies, recomputed) = self.problem, self.value, self.chosen
+        uses = problem.variants[self.v].uses
+        later = [u for u in uses if u.phase != value.phase]
+        again = [u for u in uses if u.phase == value.phase and u.again and u.op in recomputed]
+        wanted, awaited = _layouts_wanted(problem, value.graph, later, strategies)
+        wanted_again, awaited_again = _layouts_wanted(problem, value.graph, again, recomputed)
+        resident, remade = set[int](), set[int]()
+        if value.resident:
+            resident.add(_layout_made(problem, value, strategies[value.op]))
+        if value.op in recomputed:
+            remade.add(_layout_made(problem, value, recomputed[value.op]))
+        return _BackwardReads(
+            self, wanted | wanted_again, awaited | awaited_again, resident, remade
+        )
+
+    def redistribute(self, late: bool, ends: _Ends) -> Redistribution:
+        """Find the cheapest tree of collectives. Source layouts that are stored on the hosts are
+        fetched first.
+
+        Args:
+            late: whether backward reads a forward value.
+            ends: the layouts between which the tensor moves.
+        """
+        problem, v, value, wanted = self.problem, self.v, self.value, ends.wanted
+        kernels = usable(problem, v, late, self.chosen)
+        saved_s = most_saved(value.graph, kernels)
+        costs = tree_costs(problem, v, late=late, saved_s=saved_s, balance=self.balance)
+        tree = cheapest_tree(value.graph, {*ends.sources, *ends.stored}, wanted, costs)
+        begun = {arc.src for arc in tree} | wanted
+        fetches = tuple(
+            _copy(value, value.stored_version(n), "fetch")
+            for n in sorted(ends.stored)
+            if n in begun
+        )
+        arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
+        at_hand = ends.at_hand | {arc.src for arc in fetches}
+        return Redistribution(
+            tuple(sorted(ends.sources)),
+            arcs,
+            tuple(sorted(wanted)),
+            time_s=sum(arc.seconds(shares=early) for arc in arcs),
+            slacks=slacks(arcs, at_hand, ends.awaited),
+            early=early,
+            load=sum(map(arc_loads(problem, v, late=late), arcs), Load()),
+            taken=pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {},
+        )
+
+    def without_norms(self, first: Redistribution) -> Redistribution:
+        """Return the collectives of the tensor's own phase with kernels of a product only."""
+        kernels = [k for k in usable(self.problem, self.v, False, self.chosen) if not k.also]
+        wanted = set(first.wanted)
+        return replace(first, taken=pick_kernels(self.problem, self.v, first.arcs, wanted, kernels))
+
+
+@dataclass(frozen=True, slots=True)
+class _BackwardReads:
+    """The layouts (node indices) of a forward value that backward reads.
+
+    Attributes:
+        variant: the variant.
+        wanted: layouts that are read.
+        awaited: those of them that ops wait for.
+        resident: the storage layout of a value that is in memory during the whole step.
+        remade: the layout in which backward recomputes the value.
+    """
+
+    variant: _ChosenVariant
+    wanted: set[int]
+    awaited: set[int]
+    resident: set[int]
+    remade: set[int]
+
+    def redistribute(
+        self, allowed: set[int], stored: set[int]
+    ) -> tuple[Redistribution, tuple[int, ...]]:
+        """Return the collectives of backward, and the versions that they read.
+
+        Args:
+            allowed: versions that may be kept on the devices.
+            stored: versions that are stored on the hosts.
+        """
+        free = self.resident | self.remade
+        ends = _Ends(
+            allowed | free, self.wanted, allowed | self.resident, self.awaited, stored - free
+        )
+        second = self.variant.redistribute(True, ends)
+        read = {arc.src for arc in second.arcs} | set(second.wanted)
+        versions = (*allowed, *map(self.variant.value.stored_version, stored))
+        return second, tuple(sorted(n for n in versions if n in read))
 
 
 def variant_load(
