@@ -400,39 +400,60 @@ def _graph_outputs(trace: Trace) -> set[Ref]:
 def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, name: str) -> bool:
     """Return whether `member` may join the cluster `content`, which produces one of its operands
     (see the module docstring)."""
-    if (
-        graph.phase[name] != graph.phase[content[0]]
-        or graph.indices[name] != graph.indices[content[0]]
-    ):
+    head = content[0]
+    if graph.phase[name] != graph.phase[head] or graph.indices[name] != graph.indices[head]:
         return False
-    inside = set(content)
     if member.call.target is operator.getitem:
         return True
-    if member.call.target in HEADS or (
-        content[0] in graph.from_nothing and name not in graph.from_nothing
-    ):
-        return False
-    if graph.members[content[0]].call.target is ops.linear_cross_entropy:
-        # a recomputation for its gradients would then also need the weights of its losses
-        return False
-    if any(graph.specially[node].intersection(member.reads) for node in content):
-        return False
+    inside = set(content)
     from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
-    if _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster]):
-        return False
+    return not (
+        _begins_cluster(graph, head, member, name)
+        or any(graph.specially[node].intersection(member.reads) for node in content)
+        or _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster])
+        or _grows(member, from_cluster)
+        or _would_close_cycle(graph, member, inside)
+    ) and _accepts_placements(graph, content, member, name, from_cluster)
+
+
+def _begins_cluster(graph: _Graph, head: str, member: ClusterMember, name: str) -> bool:
+    """Return whether the op of `member` may not follow the first node of a cluster, `head`."""
+    return (
+        member.call.target in HEADS
+        or (head in graph.from_nothing and name not in graph.from_nothing)
+        # a recomputation for its gradients would then also need the weights of its losses
+        or graph.members[head].call.target is ops.linear_cross_entropy
+    )
+
+
+def _grows(member: ClusterMember, from_cluster: Sequence[int]) -> bool:
+    """Return whether a result is larger than every operand from the cluster."""
     largest = max((size_of(member.call.inputs[i]) for i in from_cluster), default=0)
-    if any(size_of(info) > largest for info in member.call.outputs):
-        return False
-    if any(
+    return any(size_of(info) > largest for info in member.call.outputs)
+
+
+def _would_close_cycle(graph: _Graph, member: ClusterMember, inside: set[str]) -> bool:
+    """Return whether `member` reads a node outside of the cluster that depends on the cluster."""
+    return any(
         r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside)
         for r in member.reads
-    ):
-        return False
-    if not _determines_results(graph.options[name]) or not all(
-        _accepts_all(graph, member, name, i, from_cluster) for i in from_cluster
-    ):
-        return False
-    return _accepts_together(graph, content, member, name, from_cluster)
+    )
+
+
+def _accepts_placements(
+    graph: _Graph,
+    content: Sequence[str],
+    member: ClusterMember,
+    name: str,
+    from_cluster: Sequence[int],
+) -> bool:
+    """Return whether the placements of the cluster's results determine those of the member's
+    results, and all of them are accepted."""
+    return (
+        _determines_results(graph.options[name])
+        and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
+        and _accepts_together(graph, content, member, name, from_cluster)
+    )
 
 
 def _would_be_counted_twice(

@@ -12,7 +12,7 @@ a node cannot read a split tensor in its placement, the sources of the tensor ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -43,6 +43,11 @@ class LabelRow:
 
     inputs: tuple[Placement | None, ...]
     outputs: tuple[Placement | None, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether an operand or a result is split."""
+        return any(isinstance(label, Shard) for label in (*self.inputs, *self.outputs))
 
     def admits(self, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> bool:
         """Return whether placements have these labels."""
@@ -196,19 +201,6 @@ def read_trace(trace: Trace) -> TraceIndex:
         for depending in (on_batch, on_parameters):
             if any(operand.name in depending for operand in operands):
                 depending.add(name)
-    masked: set[str] = set()
-    for name, node in nodes.items():
-        names = {operand.name for operand in operands_of(node)}
-        joins = (
-            name in on_batch
-            and name in on_parameters
-            and node.meta["phase"] == "forward"
-            and node.target not in HEADS
-        )
-        if joins and not any(
-            other in on_batch and other in on_parameters and other not in masked for other in names
-        ):
-            masked.add(name)
     return TraceIndex(
         trace,
         nodes,
@@ -216,9 +208,26 @@ def read_trace(trace: Trace) -> TraceIndex:
         reads,
         frozenset(on_batch),
         frozenset(on_parameters),
-        frozenset(masked),
+        _masked_weights(nodes, on_batch & on_parameters),
         _gradients(trace),
     )
+
+
+def _masked_weights(nodes: Mapping[str, fx.Node], on_both: Collection[str]) -> frozenset[str]:
+    """Return the nodes that combine weights with tensors that depend on the batch only.
+
+    Args:
+        nodes: name → compute node.
+        on_both: names of the nodes that depend on the batch and on parameters.
+    """
+    masked: set[str] = set()
+    for name, node in nodes.items():
+        combines = name in on_both and node.meta["phase"] == "forward" and node.target not in HEADS
+        if combines and not any(
+            operand.name in on_both and operand.name not in masked for operand in operands_of(node)
+        ):
+            masked.add(name)
+    return frozenset(masked)
 
 
 def _gradients(trace: Trace) -> dict[str, str]:
@@ -281,8 +290,8 @@ class Propagation:
     """The walk over the graph. Subclasses choose options by other criteria."""
 
     def __init__(self, graph: TraceIndex, policy: Policy) -> None:
-        self.graph, self.policy, self.found = graph, policy, SpreadLabels()
-        self.labels = self.found.labels
+        self.graph, self.policy, self.result = graph, policy, SpreadLabels()
+        self.labels = self.result.labels
         self.free = {i.node for i in graph.trace.inputs if i.node not in policy.inputs}
         self.wholly: dict[Ref, set[str]] = {}  # tensor → nodes that read it whole
 
@@ -311,9 +320,9 @@ class Propagation:
                 self.free.add(node.name)
                 self._release(node.name)
             else:
-                self.found.failure = Failure(node.name, self._find_blamed_sources(node))
+                self.result.failure = Failure(node.name, self._find_blamed_sources(node))
                 break
-        return self.found
+        return self.result
 
     def _is_weight(self, name: str) -> bool:
         """Return whether the results of a node are weights. If the batch is whole, weights with a
@@ -334,7 +343,7 @@ class Propagation:
     def _release(self, name: str) -> None:
         """Free the operands of a free node. Computing a mask whole is cheaper than gathering it."""
         for ref in self.graph.reads[name]:
-            if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
+            if ref[0] in self.graph.on_batch and self.result.rows.pop(ref[0], None) is not None:
                 self._release(ref[0])
 
     def _begin_backward(self) -> str:
@@ -378,6 +387,16 @@ class Propagation:
             return options
         return tuple(o for o in options if not any(isinstance(p, Shard) for p in o.outputs))
 
+    def _can_read(self, ref: Ref, placement: Placement) -> bool:
+        """Return whether a tensor can be read in a placement. Split activations are not moved, and
+        whole ones are sliced only if the policy allows it."""
+        if not self._is_activation(ref[0]):
+            return not isinstance(placement, Partial)
+        label = self._state(ref)
+        if isinstance(label, Shard):
+            return placement == label
+        return self.policy.slices or not isinstance(placement, Shard)
+
     def _score(self, node: fx.Node, option: AxisOption) -> tuple[int, ...] | None:
         """Return the cost of an option; None if it does not read the operands in their placements.
 
@@ -386,20 +405,15 @@ class Propagation:
         """
         gathers = slices = spreads = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
-            label, split = self._state(ref), isinstance(placement, Shard)
-            if self._is_activation(ref[0]):
-                if isinstance(label, Shard) and placement != label:
-                    return None
-                if not isinstance(label, Shard) and split and not self.policy.slices:
-                    return None
-                slices += split and not isinstance(label, Shard)
-            elif isinstance(placement, Partial):
+            if not self._can_read(ref, placement):
                 return None
-            elif label is None:
+            label, split = self._state(ref), isinstance(placement, Shard)
+            if isinstance(label, Shard):
+                gathers += placement != label
+            elif label is None and not self._is_activation(ref[0]):
                 spreads += split
             else:
-                gathers += isinstance(label, Shard) and placement != label
-                slices += not isinstance(label, Shard) and split
+                slices += split
         wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
         wrong = wanted is not None and label_of(option.outputs[0]) != wanted
         made = sum(isinstance(p, Shard) for p in option.outputs)
@@ -407,7 +421,13 @@ class Propagation:
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         """Apply an option to a node: decide weights, split operands, and pass on sources."""
-        carried: set[str] = set()
+        self._place_operands(node, option)
+        self._settle(node.name, option)
+        self._pass_on_sources(node, option)
+
+    def _place_operands(self, node: fx.Node, option: AxisOption) -> None:
+        """Decide the weights that a node reads, and split whole operands that it reads split where
+        they are produced."""
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = label_of(placement)
             if self._is_weight(ref[0]):
@@ -415,21 +435,24 @@ class Propagation:
             elif isinstance(label, Shard) and self._state(ref) == REPLICATE:
                 for name, other in (self._made_split(ref, label, node.name) or {}).items():
                     self._settle(name, other)
-            carried |= (
-                self.found.sources.get(ref, frozenset()) if isinstance(label, Shard) else set()
+
+    def _pass_on_sources(self, node: fx.Node, option: AxisOption) -> None:
+        """Give the split results of a node the sources of its split operands, or record that it
+        contracts them."""
+        operands = zip(self.graph.reads[node.name], option.inputs, strict=True)
+        carried = frozenset[str]().union(
+            *(
+                self.result.sources.get(ref, ())
+                for ref, placement in operands
+                if isinstance(label_of(placement), Shard)
             )
-        self._settle(node.name, option)
-        outputs = tuple(map(label_of, option.outputs))
-        split = any(isinstance(label, Shard) for label in outputs)
-        if split and not carried:
-            carried = {self.graph.pattern(node)}
-        for i, label in enumerate(outputs):
-            if isinstance(label, Shard):
-                self.found.sources[node.name, i] = frozenset(carried)
+        )
+        split = [i for i, p in enumerate(option.outputs) if isinstance(label_of(p), Shard)]
+        for i in split:
+            self.result.sources[node.name, i] = carried or frozenset((self.graph.pattern(node),))
         if not split and node.meta["phase"] == "forward":
-            (self.found.scored if node.target in LOSS_SUMS else self.found.contracted).update(
-                carried
-            )
+            ends = self.result.scored if node.target in LOSS_SUMS else self.result.contracted
+            ends |= carried
 
     def _settle(self, name: str, option: AxisOption) -> None:
         """Record an option as the row of a node."""
@@ -443,7 +466,7 @@ class Propagation:
             for ref, placement in zip(reads, option.inputs, strict=True)
         ]
         outputs = tuple(map(label_of, option.outputs))
-        self.found.rows[name] = LabelRow(tuple(labels), outputs)
+        self.result.rows[name] = LabelRow(tuple(labels), outputs)
         self.labels.update({(name, i): label for i, label in enumerate(outputs)})
         for ref, label in zip(reads, labels, strict=True):
             readers = self.wholly.setdefault(ref, set())
@@ -459,7 +482,7 @@ class Propagation:
         """
         name = ref[0]
         made_here = (
-            name in self.found.rows and self._is_activation(name) and self.labels[ref] == REPLICATE
+            name in self.result.rows and self._is_activation(name) and self.labels[ref] == REPLICATE
         )
         if not made_here or not isinstance(label, Shard) or self.wholly.get(ref, set()) - {reader}:
             return None
@@ -508,7 +531,7 @@ class Propagation:
             p if self._is_weight(r[0]) else None
             for r, p in zip(self.graph.reads[ref[0]], option.inputs, strict=True)
         )
-        self.found.rows[ref[0]] = LabelRow(inputs, option.outputs)
+        self.result.rows[ref[0]] = LabelRow(inputs, option.outputs)
 
     def _conflicts(self, name: str, option: AxisOption) -> tuple[int, int]:
         """Return the numbers of weights with another label, and of other constants that would be
@@ -531,7 +554,7 @@ class Propagation:
             for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
                 label = self._state(ref)
                 if isinstance(label, Shard) and placement != label:
-                    sources |= self.found.sources.get(ref, frozenset())
+                    sources |= self.result.sources.get(ref, frozenset())
                 if (
                     label == REPLICATE
                     and isinstance(placement, Shard)

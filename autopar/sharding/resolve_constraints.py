@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import fx
 from torch.distributed.tensor import Shard
@@ -224,21 +225,7 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
             cannot be met.
     """
     constraints = tuple(constraints)
-    slots: dict[str, list[Slot]] = {}
-    storage: dict[str, Layout] = {}
-    for constraint in constraints:
-        if isinstance(constraint, Resting):
-            storage |= _resting_layouts(trace, constraint)
-        if isinstance(constraint, LayoutConstraint):
-            for name, forced in _match(trace, constraint):
-                if not isinstance(forced, Layout):
-                    slots.setdefault(name, []).append(forced)
-                elif storage.setdefault(name, forced) != forced:
-                    what = (
-                        f"{name} would be stored as {storage[name]} and, by"
-                        f" {constraint.pattern!r}, as {forced}"
-                    )
-                    raise ConstraintError(what, remedy="force one storage layout for it")
+    slots, storage = _resolve_layouts(trace, constraints)
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
     for note in named.notes:
         log.warning(note)
@@ -254,15 +241,50 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     recompute = next(
         (c.recompute for c in constraints if isinstance(c, Megatron) and c.recompute), None
     )
-    softmax = around_softmax(trace) if recompute == "selective" else frozenset[str]()
-    if recompute == "selective" and not softmax:
+    softmax = _softmax_to_recompute(trace) if recompute == "selective" else frozenset[str]()
+    return Forced(slots, storage, named, recompute, softmax, offload=_find_offload(constraints))
+
+
+def _resolve_layouts(
+    trace: Trace, constraints: Iterable[Constraint]
+) -> tuple[dict[str, tuple[Slot, ...]], dict[str, Layout]]:
+    """Return node name → slots, and parameter name → storage layout, that constraints force.
+
+    Raises:
+        ConstraintError: if a part of a constraint matches nothing, or two constraints contradict
+            each other on the storage of a parameter.
+    """
+    slots: dict[str, list[Slot]] = {}
+    storage: dict[str, Layout] = {}
+    for constraint in constraints:
+        if isinstance(constraint, Resting):
+            storage |= _resting_layouts(trace, constraint)
+        if isinstance(constraint, LayoutConstraint):
+            for name, forced in _match(trace, constraint):
+                if not isinstance(forced, Layout):
+                    slots.setdefault(name, []).append(forced)
+                elif storage.setdefault(name, forced) != forced:
+                    what = (
+                        f"{name} would be stored as {storage[name]} and, by"
+                        f" {constraint.pattern!r}, as {forced}"
+                    )
+                    raise ConstraintError(what, remedy="force one storage layout for it")
+    return {name: tuple(forced) for name, forced in slots.items()}, storage
+
+
+def _softmax_to_recompute(trace: Trace) -> frozenset[str]:
+    """Return the names of the nodes that selective recomputation runs again.
+
+    Raises:
+        ConstraintError: if there are none.
+    """
+    softmax = around_softmax(trace)
+    if not softmax:
         raise ConstraintError(
             "recompute='selective': the model has no attention",
             remedy="pass recompute='full', or remove the option",
         )
-    slots_of = {name: tuple(found) for name, found in slots.items()}
-    offload = _find_offload(constraints)
-    return Forced(slots_of, storage, named, recompute, softmax, offload=offload)
+    return softmax
 
 
 def _match(
@@ -400,26 +422,42 @@ def _resting_layouts(trace: Trace, constraint: Resting) -> dict[str, Layout]:
 def _activations(
     trace: Trace, constraint: LayoutConstraint, kind: str
 ) -> Iterable[tuple[str, Slot]]:
+    """Yield the slots of the activations that enter or leave the modules of a constraint."""
     layout = getattr(constraint, kind)
     inputs = {i.node for i in trace.inputs}
+    for edge in _edges_between_modules(trace, constraint):
+        is_activation = _is_forward(edge.operand) or edge.operand.name in inputs
+        if kind == "input" and edge.scope and is_activation:
+            yield edge.node.name, ("input", edge.position, layout)
+        if kind == "output" and edge.operand_scope and _is_forward(edge.node):
+            yield edge.operand.name, ("output", 0, layout)
+
+
+class _Edge(NamedTuple):
+    """An operand of a node, and the modules of a constraint that contain the node and the node that
+    computes the operand; ``""`` if there is none."""
+
+    node: fx.Node
+    position: int
+    operand: fx.Node
+    scope: str
+    operand_scope: str
+
+
+def _edges_between_modules(trace: Trace, constraint: LayoutConstraint) -> Iterable[_Edge]:
+    """Yield the operands that another module of the constraint computes than that which reads
+    them."""
     for node in trace.graph.nodes:
         if node.op != "call_function":
             continue
         scope = _scope(node.meta["module"], constraint)
         for i, operand in enumerate(operands_of(node)):
-            other = _scope(operand.meta["module"], constraint) if _forward(operand) else ""
-            if (
-                kind == "input"
-                and scope
-                and other != scope
-                and (_forward(operand) or operand.name in inputs)
-            ):
-                yield node.name, ("input", i, layout)
-            if kind == "output" and other and other != scope and _forward(node):
-                yield operand.name, ("output", 0, layout)
+            other = _scope(operand.meta["module"], constraint) if _is_forward(operand) else ""
+            if other != scope:
+                yield _Edge(node, i, operand, scope, other)
 
 
-def _forward(node: fx.Node) -> bool:
+def _is_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta["phase"] == "forward"
 
 

@@ -147,55 +147,69 @@ def resolve_named(
     if not plans:
         return Named()
     walks = walks or Walks(trace)
+    on_axes = [
+        _PlanOnAxis(plan, axis, labels)
+        for plan in plans
+        for axis, labels in walks.spreads(plan, mesh).items()
+    ]
     rows: dict[str, list[tuple[int, LabelRow]]] = {}
-    words = [""] * len(mesh.axes)
-    rests: dict[str, list[frozenset[Placement] | None]] = {
-        p.name: [None] * len(mesh.axes) for p in trace.parameters
+    for on in on_axes:
+        for name, row in on.labels.rows.items():
+            rows.setdefault(name, []).append((on.axis, row))
+    words = {on.axis: str(on.plan) for on in on_axes}
+    grid = tuple(on.axis for on in on_axes if on.plan.kind in SIDES)
+    sharded = {
+        p.name: [on.axis for on in on_axes if on.shards_storage(p, mesh)] for p in trace.parameters
     }
-    sharded: dict[str, list[int]] = {p.name: [] for p in trace.parameters}
-    grid: list[int] = []
-    apart: set[str] = set()
-    zero: dict[int, int] = {}
-    parted: dict[str, set[int]] = {}
-    notes: dict[str, None] = {}
-    for plan in plans:
-        for axis, found in walks.spreads(plan, mesh).items():
-            notes |= dict.fromkeys(notes_on(plan, walks.graph, found))
-            words[axis] = str(plan)
-            grid += [axis] if plan.kind in SIDES else []
-            apart |= found.apart
-            zero |= {} if plan.kind else {axis: plan.zero}
-            for name, row in found.rows.items():
-                rows.setdefault(name, []).append((axis, row))
-            for p in trace.parameters:
-                label = (
-                    found.labels.get((p.node, 0), REPLICATE)
-                    if plan.kind or p.node in found.weights
-                    else REPLICATE
-                )
-                rests[p.name][axis] = frozenset((label,))
-                if p.node in found.weights and label != REPLICATE:
-                    parted.setdefault(p.name, set()).add(axis)
-                if label == REPLICATE and (plan.zero or _is_side(plan, mesh, axis)):
-                    sharded[p.name].append(axis)
-    allowed = {
-        p.name: _alternatives(p, rests[p.name], sharded[p.name], apart=bool(grid))
-        for p in trace.parameters
-    }
-    sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
-    parts = {name: frozenset(axes) for name, axes in parted.items()}
-    gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
+    rests: dict[str, tuple[Rest, ...]] = {}
+    for p in trace.parameters:
+        placements = {on.axis: frozenset((on.placement_at_rest(p),)) for on in on_axes}
+        rest = [placements.get(axis) for axis in range(len(mesh.axes))]
+        rests[p.name] = _alternatives(p, rest, sharded[p.name], apart=bool(grid))
     return Named(
-        sorted_rows,
-        allowed,
-        tuple(words),
-        tuple(grid),
-        gathered,
-        frozenset(apart),
-        zero,
-        parts,
-        tuple(notes),
+        rows={name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()},
+        rests=rests,
+        plans=tuple(words.get(axis, "") for axis in range(len(mesh.axes))),
+        grid=grid,
+        gathered={name: frozenset(axes).intersection(grid) for name, axes in sharded.items()},
+        apart=frozenset().union(*(on.labels.apart for on in on_axes)),
+        zero={on.axis: on.plan.zero for on in on_axes if not on.plan.kind},
+        parted={
+            p.name: frozenset(on.axis for on in on_axes if on.splits_reads(p))
+            for p in trace.parameters
+        },
+        notes=tuple(
+            dict.fromkeys(
+                note for on in on_axes for note in notes_on(on.plan, walks.graph, on.labels)
+            )
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanOnAxis:
+    """A named plan on one of its axes, with the placements that it gives the tensors there."""
+
+    plan: Parallelism
+    axis: int
+    labels: SpreadLabels
+
+    def placement_at_rest(self, p: Parameter) -> Placement:
+        """Return the placement in which the plan leaves a parameter, before ZeRO shards it. Data
+        parallelism replicates all parameters except `SpreadLabels.weights`."""
+        if self.plan.kind or p.node in self.labels.weights:
+            return self.labels.labels.get((p.node, 0), REPLICATE)
+        return REPLICATE
+
+    def splits_reads(self, p: Parameter) -> bool:
+        """Return whether data parallelism reads a parameter in parts."""
+        return p.node in self.labels.weights and self.placement_at_rest(p) != REPLICATE
+
+    def shards_storage(self, p: Parameter, mesh: Mesh) -> bool:
+        """Return whether a parameter that is read whole is stored in parts."""
+        return self.placement_at_rest(p) == REPLICATE and (
+            bool(self.plan.zero) or _is_side(self.plan, mesh, self.axis)
+        )
 
 
 def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
@@ -203,29 +217,35 @@ def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, Spre
     axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
     if not axes:
         return {}
-    if plan.kind is None or plan.kind not in SIDES:
-        if not plan.kind and plan.name != "context_parallel":
-            return dict.fromkeys(
-                axes, _data_parallel(graph, plan, [mesh.shape[axis] for axis in axes])
-            )
-        found = (_tensor_parallel if plan.kind else _context_parallel)(graph, plan)
-        if plan.sequence:
-            found = with_sequence(graph, plan, found)
-            if found.failure is not None:
-                _refuse_part(graph, plan, found)
-        return dict.fromkeys(axes, found)
-    named = dict(zip(plan.axes or (), SIDES[plan.kind], strict=True))
-    of_samples = [mesh.shape[axis] for axis in axes if named[mesh.names[axis]] is None]
+    if plan.kind in SIDES:
+        return _walk_grid(graph, plan, mesh, axes)
+    if not plan.kind and plan.name != "context_parallel":
+        sizes = [mesh.shape[axis] for axis in axes]
+        return dict.fromkeys(axes, _data_parallel(graph, plan, sizes))
+    labels = (_tensor_parallel if plan.kind else _context_parallel)(graph, plan)
+    if plan.sequence:
+        labels = with_sequence(graph, plan, labels)
+        if labels.failure is not None:
+            _refuse_part(graph, plan, labels)
+    return dict.fromkeys(axes, labels)
+
+
+def _walk_grid(
+    graph: TraceIndex, plan: Parallelism, mesh: Mesh, axes: Sequence[int]
+) -> dict[int, SpreadLabels]:
+    """Return axis → the placements on it, for these axes of a grid."""
+    side_of = dict(zip(plan.axes or (), SIDES[plan.kind or ""], strict=True))
+    of_samples = [mesh.shape[axis] for axis in axes if side_of[mesh.names[axis]] is None]
     samples, sides = _data_parallel(graph, plan, of_samples), walk_sides(graph, plan)
-    for found in sides.values():
-        if found.failure is not None:
+    for labels in sides.values():
+        if labels.failure is not None:
             _refuse(
                 graph,
                 plan,
-                found.failure.node,
+                labels.failure.node,
                 "it cannot read the shards that the previous ops return",
             )
-    return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
+    return {axis: sides[side] if (side := side_of[mesh.names[axis]]) else samples for axis in axes}
 
 
 def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:

@@ -193,12 +193,12 @@ FORCED: dict[str, Program] = {
         "did you mean 'layers.*'",
         _plan(layout("layers.*", weight="R")),
     ),
-    "sharding/resolve_constraints.py resolve 0": Program(
+    "sharding/resolve_constraints.py _resolve_layouts 0": Program(
         _plan(layout("layers.0.up", storage="R"), layout("*.up", storage="S(0)")),
         "force one storage layout for it",
         _plan(layout("*.up", storage="S(0)")),
     ),
-    "sharding/resolve_constraints.py resolve 1": Program(
+    "sharding/resolve_constraints.py _softmax_to_recompute 0": Program(
         _plan(megatron(tp=2, recompute="selective")),
         "recompute='full', or remove the option",
         _plan(megatron(tp=2, recompute="full")),

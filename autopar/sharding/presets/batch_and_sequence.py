@@ -145,11 +145,11 @@ class ContextWalk(Propagation):
         ]
         if not found and self.gathers:
             found = [o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))]
-            self.found.gathering.add(node.name)
+            self.result.gathering.add(node.name)
         if not found:
             return None
         best = min(found, key=lambda o: self._gathered_elements(node, o))
-        self.found.apart.add(node.name)
+        self.result.apart.add(node.name)
         return best
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
@@ -162,7 +162,7 @@ class ContextWalk(Propagation):
                 and (like := gathered.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = like
-                self.found.apart.update(
+                self.result.apart.update(
                     user.name for user in node.users
                 )  # it is scattered before its readers
 
@@ -207,7 +207,7 @@ class SampleWalk(ContextWalk):
     def __init__(self, graph: TraceIndex, policy: Policy, batch: int, sizes: Sequence[int]) -> None:
         super().__init__(graph, policy, gathers=True)
         self.sizes, num = tuple(sizes), math.prod(sizes)
-        self.found.uneven = (
+        self.result.uneven = (
             f"{batch} samples in {num} shards; a multiple of {num} may need fewer gathers"
             if batch % num
             else ""
@@ -217,7 +217,7 @@ class SampleWalk(ContextWalk):
         options = super()._options(node)
         return (
             options
-            if not self.found.uneven
+            if not self.result.uneven
             else tuple(o for o in options if self._has_parts(self.graph.calls[node.name], o))
         )
 
@@ -237,7 +237,7 @@ class SampleWalk(ContextWalk):
         if option is not None or node.name not in self.graph.on_parameters:
             return option
         option = super()._choose(node)
-        self.found.gathering.add(node.name)
+        self.result.gathering.add(node.name)
         return option
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
@@ -254,7 +254,7 @@ class SampleWalk(ContextWalk):
                 and (like := lay.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = like
-                self.found.apart.update(user.name for user in node.users)  # its readers slice it
+                self.result.apart.update(user.name for user in node.users)  # its readers slice it
 
 
 def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
@@ -409,17 +409,17 @@ class _ExpertWalk(SampleWalk):
         up = _WEIGHTS[node.target]
         tokens = self.labels.get(self.graph.reads[node.name][up - 3], REPLICATE)
         super()._take(node, option)
-        self.found.apart.add(node.name)
+        self.result.apart.add(node.name)
         row, weights = (
-            self.found.rows[node.name],
+            self.result.rows[node.name],
             [i for i, p in enumerate(option.outputs) if isinstance(p, Shard)],
         )
         if not self.tokens and isinstance(tokens, Shard):
             opened = tuple(p if i in weights else None for i, p in enumerate(row.outputs))
-            self.found.rows[node.name] = LabelRow((*(None,) * up, *row.inputs[up:]), opened)
+            self.result.rows[node.name] = LabelRow((*(None,) * up, *row.inputs[up:]), opened)
         for i, placement in enumerate(option.outputs):
             if isinstance(placement, Partial):
                 self.labels[node.name, i] = tokens
-        self.found.apart.update(
+        self.result.apart.update(
             user.name for user in node.users
         )  # partial sums are scattered before their readers

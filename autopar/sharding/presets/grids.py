@@ -39,7 +39,6 @@ from autopar.sharding.propagate import (
     Propagation,
     SpreadLabels,
     TraceIndex,
-    label_of,
     nothing_to_split,
     product_of,
 )
@@ -123,7 +122,7 @@ class _Side(Propagation):
 
     def _made_label(self, ref: Ref) -> Placement | None:
         """Return the label in which a node produces a tensor; None without a row."""
-        return self.found.rows[ref[0]].outputs[ref[1]] if ref[0] in self.found.rows else None
+        return self.result.rows[ref[0]].outputs[ref[1]] if ref[0] in self.result.rows else None
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
         """Return the option that reads the fewest operands in another placement than at rest."""
@@ -147,14 +146,9 @@ class _Side(Propagation):
         return best
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        reads = self.graph.reads[node.name]
-        for ref, placement in zip(reads, option.inputs, strict=True):
-            if self._is_weight(ref[0]):
-                self.demand(ref, label_of(placement))
-            elif isinstance(placement, Shard) and self._state(ref) == REPLICATE:
-                for name, other in (self._made_split(ref, placement, node.name) or {}).items():
-                    self._settle(name, other)
+        self._place_operands(node, option)
         self._settle(node.name, option)
+        reads = self.graph.reads[node.name]
         moved = self.aside.get(reads[0][0] if node.target is operator.getitem else node.name, [])
         for i, placement in enumerate(option.outputs):
             ref = node.name, i

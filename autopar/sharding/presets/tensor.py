@@ -15,7 +15,7 @@ import logging
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -93,13 +93,19 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
                 break
     if not found.contracted:
         raise nothing_to_split(plan, "no chain of linear layers can be sharded")
-    if tried.whole:
+    _warn_of_replicated(graph, plan, tried.whole)
+    return found
+
+
+def _warn_of_replicated(graph: TraceIndex, plan: Parallelism, whole: Mapping[str, str]) -> None:
+    """Log the products that stay whole (`_Columns.whole`), and the losses by rows."""
+    if whole:
         places = {
             graph.nodes[by].meta["key"]: re.sub(r"\{\d+\}", "*", pattern.partition("/")[0])
-            for pattern, by in sorted(tried.whole.items())
+            for pattern, by in sorted(whole.items())
         }
-        whole = ", ".join(f"{module} (for {key})" for key, module in places.items())
-        log.warning("%s replicates tensors that an op cannot read as shards: %s", plan, whole)
+        names = ", ".join(f"{module} (for {key})" for key, module in places.items())
+        log.warning("%s replicates tensors that an op cannot read as shards: %s", plan, names)
     by_rows = [
         node.meta["key"] for node in graph.nodes.values() if node.target is ops.linear_cross_entropy
     ]
@@ -109,7 +115,6 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
             plan,
             ", ".join(by_rows),
         )
-    return found
 
 
 def _try_next(
@@ -268,26 +273,40 @@ def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) 
         chains: the labels of tensor parallelism, which also determine the storage of parameters.
         along: the labels along the sequence, used for nodes that `chains` leaves whole.
     """
-    rows: dict[str, LabelRow] = {}
-    sums, of_loss = set[Ref](), set[str]()
-    num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
-    for name, row in chains.rows.items():
-        node = graph.nodes[name]
-        split = any(isinstance(label, Shard) for label in (*row.inputs, *row.outputs))
-        adds = node.target in _KEEPS_SUMS and all(
-            ref in sums and num_reads[ref] == 1 for ref in graph.reads[name]
-        )
-        scores = node.target in LOSS_SUMS and split
-        if node.target not in HEADS and (
-            scores or any(other in of_loss for other, _ in graph.reads[name])
-        ):
-            of_loss.add(name)
-        if adds or (split and _contracts(node, row)):
-            sums |= {(name, i) for i in range(len(row.outputs))}
-        rows[name] = row if split or adds or name in of_loss else along.rows.get(name, row)
+    kept = _nodes_adding_sums(graph, chains.rows) | _nodes_of_losses(graph, chains.rows)
+    rows = {
+        name: row if row.is_split or name in kept else along.rows.get(name, row)
+        for name, row in chains.rows.items()
+    }
     apart = read_otherwise(graph, rows)
     gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
     return replace(chains, rows=rows, apart=apart, gathering=gathering, failure=along.failure)
+
+
+def _nodes_adding_sums(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
+    """Return the nodes that only add or cast partial sums which nothing else reads."""
+    num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
+    adding, sums = set[str](), set[Ref]()
+    for name, row in rows.items():
+        node = graph.nodes[name]
+        if node.target in _KEEPS_SUMS and all(
+            ref in sums and num_reads[ref] == 1 for ref in graph.reads[name]
+        ):
+            adding.add(name)
+        if name in adding or (row.is_split and _contracts(node, row)):
+            sums |= {(name, i) for i in range(len(row.outputs))}
+    return adding
+
+
+def _nodes_of_losses(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
+    """Return the ops of a cross entropy after logits that are split by classes."""
+    nodes = set[str]()
+    for name, row in rows.items():
+        target = graph.nodes[name].target
+        scores = target in LOSS_SUMS and row.is_split
+        if target not in HEADS and (scores or any(n in nodes for n, _ in graph.reads[name])):
+            nodes.add(name)
+    return nodes
 
 
 def _contracts(node: fx.Node, row: LabelRow) -> bool:
