@@ -396,6 +396,8 @@ def _matches_positions(info: TensorInfo, read: Label, from_right: int) -> bool:
 def _power_of_term(whole: Any, part: Any, num: int) -> int | None:
     """Return the power of a number as a term: 1 if batch and microbatch have the same number, 0 if
     that of the batch is `num` times as large, else None."""
+    if not (_is_number(whole) and _is_number(part)):
+        return None
     if whole == part:
         return 1
     return 0 if whole == part * num else None
@@ -413,12 +415,9 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
     (a, *more), (b, *others) = whole.args[1:] or (None,), part.args[1:] or (None,)
     if more != others or dict(whole.kwargs) != dict(part.kwargs):
         return
-    if not (_is_number(a) and _is_number(b)):
-        return
-    due = _power_of_term(a, b, num)
-    power = reads[0].as_term
-    if due is not None and power is not None and power <= due:
-        yield Way((Label("term", power=due),), (due - power,))
+    power, needed = reads[0].as_term, _power_of_term(a, b, num)
+    if power is not None and needed is not None and power <= needed:
+        yield Way((Label("term", power=needed),), (needed - power,))
 
 
 def _by_rule(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:

@@ -84,8 +84,7 @@ class PlanSearch:
         """
         alone = shapes.best
         refusal = shapes.refusal if alone is None else None
-        meshes = [m for m in self.meshes if m not in shapes.untried and self.holds(m)]
-        choosers = [c for c in map(self.choose, meshes) if c.free_stages is not None]
+        choosers = self._choosers_with_stages(shapes)
         if not choosers:
             return alone, refusal
         is_unrequested = choosers[0].free_stages is NOT_REQUESTED
@@ -105,6 +104,11 @@ class PlanSearch:
         if error is not None and not isinstance(error, TooSlow):
             refusal = error
         return _better(alone, tries, saved, search.coupled), refusal
+
+    def _choosers_with_stages(self, shapes: ShapeSearch) -> list[Chooser]:
+        """Return the call on each mesh shape that was tried, if it may have stages."""
+        meshes = [m for m in self.meshes if m not in shapes.untried and self.holds(m)]
+        return [c for c in map(self.choose, meshes) if c.free_stages is not None]
 
     def _limit(self, alone: Planned | None, saved: float) -> Callable[[float], float]:
         """Return a function that maps the step time of the fastest plan with stages to the step

@@ -65,14 +65,14 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.layout_graph import LayoutGraph
-from autopar.core.problem import Problem
+from autopar.core.problem import Problem, Use, Value
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -206,54 +206,108 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
 
 def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     """Add one tensor: rows (2), (3), (4) and (9)."""
-    variant = dual.problem.variants[v]
-    value = dual.problem.values[variant.value]
-    graph, maker = value.graph, value.op
-    made = _layouts(dual.problem, graph, maker, "outputs", value.result)
-    reads = {
-        i: _layouts(dual.problem, graph, u.op, "inputs", u.operand)
-        for i, u in enumerate(variant.uses)
-    }
-    first = [i for i, u in enumerate(variant.uses) if u.phase == value.phase]
-    later = [
-        i
-        for i, u in enumerate(variant.uses)
-        if u.phase != value.phase or (u.again and u.op in dual.again)
-    ]
-    now = {i: _prices(prices, (v, i, False), graph) for i in first}
+    tensor = _Tensor.read(dual.problem, v)
+    graph, maker, made, reads = tensor.value.graph, tensor.value.op, tensor.made, tensor.reads
+    now = {i: _prices(prices, (v, i, False), graph) for i in tensor.in_own_phase}
     for i, worth in now.items():
-        dual.x[variant.uses[i].op] += worth[reads[i]]
+        dual.x[tensor.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[made]
-    is_kept = bool(later) and value.phase == "forward"
-    versions, (mu, nu, omega) = _versions(
-        dual, v, made, [reads[i] for i in first] if is_kept else None
-    )
-    _collectives(dual, v, now, made, [reads[i] for i in first], mu, later=False)
-    if not is_kept:
-        return
+    later = tensor.in_backward(dual.again)
+    is_kept = bool(later) and tensor.value.phase == "forward"
+    wanted = [reads[i] for i in tensor.in_own_phase]
+    versions, worths = _versions(dual, v, made, wanted if is_kept else None)
+    _collectives(dual, v, now, made, wanted, worths[0], later=False)
+    if is_kept:
+        then = {i: _prices(prices, (v, i, True), graph) for i in later}
+        _kept_tensor(dual, tensor, then, per_kept_byte, versions, worths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the problem and its readers.
+
+    Attributes:
+        v: index of its variant.
+        value: its value.
+        uses: its readers.
+        made: its layout, by strategy of the op that computes it.
+        reads: the layout in which each of `uses` reads it, by strategy of that op.
+    """
+
+    v: int
+    value: Value
+    uses: Sequence[Use]
+    made: Ints
+    reads: Sequence[Ints]
+
+    @staticmethod
+    def read(problem: Problem, v: int) -> _Tensor:
+        """Return the tensor with index `v`."""
+        variant = problem.variants[v]
+        value = problem.values[variant.value]
+        made = _layouts(problem, value.graph, value.op, "outputs", value.result)
+        reads = [_layouts(problem, value.graph, u.op, "inputs", u.operand) for u in variant.uses]
+        return _Tensor(v, value, variant.uses, made, reads)
+
+    @property
+    def in_own_phase(self) -> list[int]:
+        """Positions of the readers in the phase that computes the tensor."""
+        return [i for i, u in enumerate(self.uses) if u.phase == self.value.phase]
+
+    def in_backward(self, recomputable: Collection[int]) -> list[int]:
+        """Return the positions of the readers in the other phase, including those that backward may
+        run again."""
+        return [
+            i
+            for i, u in enumerate(self.uses)
+            if u.phase != self.value.phase or (u.again and u.op in recomputable)
+        ]
+
+
+def _kept_tensor(
+    dual: _Dual,
+    tensor: _Tensor,
+    then: Mapping[int, Floats],
+    per_kept_byte: float,
+    versions: Ints,
+    worths: tuple[Floats, Floats, Floats],
+) -> None:
+    """Add what backward reads of a forward tensor.
+
+    Args:
+        dual: the reduced costs.
+        tensor: the tensor.
+        then: reader in backward → π.
+        per_kept_byte: λ per kept byte.
+        versions: layouts in which it may be kept.
+        worths: μ, ν and ω in these layouts.
+    """
+    mu, nu, omega = worths
+    value, made, reads = tensor.value, tensor.made, tensor.reads
+    graph, maker = value.graph, value.op
     dual.x[maker] -= 0.0 if value.resident else mu[made]
-    then = {i: _prices(prices, (v, i, True), graph) for i in later}
     for i, worth in then.items():
-        again = variant.uses[i].phase == value.phase
-        (dual.again if again else dual.x)[variant.uses[i].op] += worth[reads[i]]
+        again = tensor.uses[i].phase == value.phase
+        (dual.again if again else dual.x)[tensor.uses[i].op] += worth[reads[i]]
     supplied = sum(then.values(), np.zeros(len(graph.layouts)))
     if value.resident:
         dual.x[maker] -= supplied[made]
     if maker in dual.again:
         dual.again[maker] -= supplied[made]
     kappa = np.zeros(len(graph.layouts))
-    keeping = np.minimum(per_kept_byte * np.array(graph.bytes, float) + nu + omega, dual.away(v))
+    away = dual.away(tensor.v)
+    keeping = np.minimum(per_kept_byte * np.array(graph.bytes, float) + nu + omega, away)
     kappa[versions] = np.maximum(0.0, supplied - mu - keeping)[versions]
     dual.total -= float(omega.sum())
     dual.x[maker] -= kappa[made]
-    for i in first:
-        dual.x[variant.uses[i].op] -= kappa[reads[i]] + nu[reads[i]]
+    for i in tensor.in_own_phase:
+        dual.x[tensor.uses[i].op] -= kappa[reads[i]] + nu[reads[i]]
     _collectives(
         dual,
-        v,
+        tensor.v,
         then,
         np.concatenate([versions, made]),
-        [reads[i] for i in later],
+        [reads[i] for i in then],
         np.zeros(len(graph.layouts)),
         later=True,
     )
@@ -326,22 +380,22 @@ def _versions(
     are none if `reads` is None.
     """
     value = dual.problem.values[dual.problem.variants[v].value]
-    found = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]
+    layouts = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]
     if value.keepable is not None:
-        found = np.array([layout for layout in found if layout in value.keepable], dtype=np.int64)
-    resting = np.intersect1d(found, made) if value.resident else found[:0]
+        layouts = np.array([n for n in layouts if n in value.keepable], dtype=np.int64)
+    stored = np.intersect1d(layouts, made) if value.resident else layouts[:0]
     known = dual.versions.get(v, Versions({}, {}, {}))
 
-    def worths(of: Mapping[int, float], layouts: Ints) -> Floats:
-        """Return the multipliers of `layouts`, in seconds, and 0 for all other layouts."""
+    def worths(of: Mapping[int, float], where: Ints) -> Floats:
+        """Return the multipliers of some layouts, in seconds, and 0 for all other layouts."""
         worth = np.zeros(len(value.graph.layouts))
-        worth[layouts] = [max(of.get(layout, 0.0), 0.0) for layout in layouts.tolist()]
+        worth[where] = [max(of.get(layout, 0.0), 0.0) for layout in where.tolist()]
         return worth
 
-    return found, (
-        worths(known.made, found),
-        worths(known.read, resting),
-        worths(known.once, found),
+    return layouts, (
+        worths(known.made, layouts),
+        worths(known.read, stored),
+        worths(known.once, layouts),
     )
 
 

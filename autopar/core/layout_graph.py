@@ -99,6 +99,7 @@ def neighbours(
     layout: Layout,
     mesh_shape: Sequence[int],
     reduce_dtype: torch.dtype | None = None,
+    *,
     special: tuple[Special, ...] = (),
     allowed: Sequence[Collection[Placement]] | None = None,
     stored: Collection[Layout] = (),
@@ -119,28 +120,26 @@ def neighbours(
         return []
     if layout.host:
         return [(host_copy("fetch", shape, dtype, layout, mesh_shape), layout.on_device())]
-    found: list[tuple[Collective, Layout]] = []
-    sizes: dict[torch.dtype, int] = {}
+    steps: list[tuple[Collective, Layout]] = []
+    num_elements = math.prod(local_shape(shape, layout, mesh_shape))
     for axis in _movable_axes(layout, mesh_shape):
         placement = layout.placements[axis]
         moved = (reduce_dtype or dtype) if adds_up(placement) else dtype
-        name = str(moved).removeprefix("torch.")
+        name, size = str(moved).removeprefix("torch."), num_elements * moved.itemsize
         for target in _axis_targets(placement, len(shape), special):
             if allowed is not None and target not in allowed[axis]:
                 continue
             after = layout.with_placement(axis, target)
             if not after.fits(shape, mesh_shape):
                 continue
-            if moved not in sizes:
-                sizes[moved] = local_bytes(shape, moved, layout, mesh_shape)
-            collective = _collective(axis, placement, target, name, sizes[moved])
+            collective = _collective(axis, placement, target, name, size)
             if collective.kind == "halo":
-                halo_bytes = local_bytes(shape, moved, after, mesh_shape) - sizes[moved]
+                halo_bytes = local_bytes(shape, moved, after, mesh_shape) - size
                 collective = replace(collective, halo_bytes=halo_bytes)
-            found.append((collective, after))
+            steps.append((collective, after))
     if layout in stored:
-        found.append((host_copy("store", shape, dtype, layout, mesh_shape), layout.on_host()))
-    return found
+        steps.append((host_copy("store", shape, dtype, layout, mesh_shape), layout.on_host()))
+    return steps
 
 
 def _movable_axes(layout: Layout, mesh_shape: Sequence[int]) -> list[int]:
@@ -254,7 +253,14 @@ def layout_graph(
         queue.append(layout)
     for layout in queue:  # the loop appends to it
         for collective, after in neighbours(
-            shape, dtype, layout, mesh_shape, reduce_dtype, special, allowed, stored
+            shape,
+            dtype,
+            layout,
+            mesh_shape,
+            reduce_dtype,
+            special=special,
+            allowed=allowed,
+            stored=stored,
         ):
             if collective.reduce_op and not reduces:
                 continue

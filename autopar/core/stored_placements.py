@@ -89,7 +89,7 @@ def stored_placements(
     groups = stored_dims(shape, view)
     sizes, result = list(view), dict[tuple[int, ...], Placement]()
     joined = _joined_axes(groups, view, layout, mesh_shape)
-    interleaved = False
+    is_interleaved = False
     for axis, (placement, num_parts) in enumerate(zip(layout.placements, mesh_shape, strict=True)):
         together = joined.get(axis, (axis,))
         if not isinstance(placement, Shard) or num_parts == 1:
@@ -97,30 +97,43 @@ def stored_placements(
             continue
         if together in result:
             continue
-        dim, splitters, num_parts = (
-            placement.dim,
-            layout.splitters(placement.dim),
-            math.prod(mesh_shape[a] for a in together),
-        )
-        stored = next(index for index, group in enumerate(groups) if dim in group)
-        before = math.prod(sizes[d] for d in groups[stored] if d < dim)
-        outer = splitters[: splitters.index(axis)] if len(together) == 1 else ()
-        later = math.prod(mesh_shape[other] for other in outer if other > axis)
+        dim, num_parts = placement.dim, math.prod(mesh_shape[a] for a in together)
+        stored, dims_before, dims_after = _position_in_stored(groups, dim)
+        before = math.prod(sizes[d] for d in dims_before)
+        after = math.prod(view[d] for d in dims_after)
+        later = 1 if len(together) > 1 else _num_later_parts(layout, axis, dim, mesh_shape)
         result[together] = (
             Shard(stored)
             if before * later == 1
             else _StridedShard(stored, split_factor=before * later)
         )
-        interleaved |= before > 1
-        inner = math.prod(view[d] for d in groups[stored] if d > dim)
-        if before * later * inner > 1 and sizes[dim] % (later * num_parts):
+        is_interleaved |= before > 1
+        if before * later * after > 1 and sizes[dim] % (later * num_parts):
             raise LayoutError(
                 f"view dim {dim} of length {sizes[dim]} is not split evenly by layout {layout}"
             )
         sizes[dim] = -(-sizes[dim] // num_parts)
-    if interleaved:
+    if is_interleaved:
         _check_interleaved(tuple(result.values()), layout)
     return StoredPlacements(tuple(result), tuple(result.values()))
+
+
+def _position_in_stored(
+    groups: Sequence[Sequence[int]], dim: int
+) -> tuple[int, list[int], list[int]]:
+    """Return the stored dim that a view dim belongs to, and the view dims of it before and after
+    that one."""
+    stored = next(index for index, group in enumerate(groups) if dim in group)
+    group = groups[stored]
+    return stored, [d for d in group if d < dim], [d for d in group if d > dim]
+
+
+def _num_later_parts(layout: Layout, axis: int, dim: int, mesh_shape: Sequence[int]) -> int:
+    """Return the number of parts into which those outer splitters of `dim` cut it that come after
+    `axis` in mesh order."""
+    splitters = layout.splitters(dim)
+    outer = splitters[: splitters.index(axis)]
+    return math.prod(mesh_shape[other] for other in outer if other > axis)
 
 
 def _joined_axes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -86,10 +86,15 @@ def find_spans(
     """
     nodes = list(trace.graph.nodes)
     positions = {node.name: place for place, node in enumerate(nodes)}
-    found: dict[str, Span] = {}
+    spans: dict[str, Span] = {}
     for node in reversed(nodes[:-1]):
-        found[node.name] = _span(node, positions, found, recomputable, node.name in gradients)
-    return found
+        spans[node.name] = _span(node, positions, spans, recomputable, node.name in gradients)
+    return spans
+
+
+def _first(positions: Iterable[int]) -> int:
+    """Return the smallest position; `NEVER` is not counted."""
+    return min((position for position in positions if position != NEVER), default=NEVER)
 
 
 def _span(
@@ -107,25 +112,24 @@ def _span(
     returned = [u for u in node.users if u.op == "output" and own_phase == "forward"]
     repeated = [user for user in forward if user.name in recomputable]
     again = [spans[user.name] for user in repeated]
+    asked_again = max((span.asked for span in again), default=NEVER)
     viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == own_phase]
     views = [spans[user.name] for user in viewing]
     # Positions at which recomputed ops could read it, directly or through views.
     through = [spans[user.name].earliest for user in repeated if user not in viewing]
     through += [span.again for span in views]
-    asking = [span.asked for span in again if span.asked >= 0]
-    first = min(backward, default=NEVER)
-    later = (*again, *views)
-    soonest = [*backward, *(span.earliest for span in later if span.earliest >= 0)]
+    first, later = _first(backward), (*again, *views)
     read_in_forward = [positions[user.name] for user in (*forward, *returned)]
     return Span(
         made=positions[node.name],
         last_forward=max([NEVER, *read_in_forward, *(view.last_forward for view in views)]),
-        earliest=min(soonest, default=NEVER),
+        earliest=_first([*backward, *(span.earliest for span in later)]),
         latest=max([NEVER, *backward, *(span.latest for span in later)]),
-        read=min([*backward, *(view.read for view in views if view.read >= 0)], default=NEVER),
-        again=min((at for at in through if at >= 0), default=NEVER),
-        asked=first if first >= 0 else max(asking, default=NEVER),
-        until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # views share its memory
+        read=_first([*backward, *(view.read for view in views)]),
+        again=_first(through),
+        asked=first if first != NEVER else asked_again,
+        # views share its memory
+        until=max([asked_again, *backward, *(view.until for view in views)]),
         is_view=node.op == "call_function" and not has_own_memory(node),
         takes_over=operand_written(node) is not None,
         is_gradient=is_gradient,

@@ -68,16 +68,16 @@ class HeldPrices:
             omitted, unless `all_ways` is set.
         """
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
-        found: dict[Strategy, list[OpStrategy]] = {}
+        by_layouts: dict[Strategy, list[OpStrategy]] = {}
         for storage in storages:
             for held in held_ways(storage, mesh_shape, trained=trained, stages=stages):
                 for dtype in _added_in(p, held, uncast, mesh_shape):
                     strategy = self._strategy(p, held, dtype)
                     if strategy is not None:
-                        found.setdefault(strategy.layouts, []).append(strategy)
+                        by_layouts.setdefault(strategy.layouts, []).append(strategy)
         return tuple(
             s
-            for alike in found.values()
+            for alike in by_layouts.values()
             for s in (alike if self.all_ways else _drop_dominated(alike))
         )
 
@@ -88,49 +88,55 @@ class HeldPrices:
         if moved_s is None:
             return None
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
-        rests = local_bytes(p.view, p.dtype, held.storage, mesh_shape)
-        moves = held.working != held.storage
-        working = (
-            local_bytes(p.view, p.compute_dtype, held.working, mesh_shape)
-            if moves or p.is_narrowed
-            else 0
-        )
-        state, _ = OPTIMIZERS[self.optimizer] if trained else (0, 0)
         sums = local_bytes(p.view, sum_dtype(p.dtype), held.sums, mesh_shape) if trained else 0
-        there = rests * (1 + state) + (
-            local_bytes(p.view, sum_dtype(p.dtype), held.storage, mesh_shape) if trained else 0
-        )
-        there += (
-            local_bytes(p.view, p.compute_dtype, held.storage, mesh_shape) if p.is_narrowed else 0
-        )
-        added = local_bytes(p.view, dtype, held.sums, mesh_shape) if trained else 0
         time_s = held_time(
             self.profile,
             self.optimizer,
             self.moves.num_microbatches,
-            rests if trained else 0,
+            local_bytes(p.view, p.dtype, held.storage, mesh_shape) if trained else 0,
             sums,
-            added,
+            local_bytes(p.view, dtype, held.sums, mesh_shape) if trained else 0,
             held.storage,
         )
         time_s += (
             narrowing_s(p, held.storage, mesh_shape, self.profile) / self.moves.num_microbatches
         )
-        elsewhere = held.storage if moves or (trained and held.sums != held.storage) else None
-        reads = held.sums if dtype == p.dtype else held.sums.left_uncast()
-        layouts = Strategy((reads,) if trained else (), (held.working,))
-        here = (0 if held.storage.host else rests * (1 + state)) + (
-            0 if held.working.host else working
-        )
+        gradient = held.sums if dtype == p.dtype else held.sums.left_uncast()
+        is_moved = held.working != held.storage or (trained and held.sums != held.storage)
         return OpStrategy(
-            layouts,
+            Strategy((gradient,) if trained else (), (held.working,)),
             time_s + moved_s,
-            here,
-            sums,
-            moved_s,
-            elsewhere,
-            there if held.storage.host else 0,
+            static_bytes=self._device_bytes(p, held),
+            gradient_bytes=sums,
+            communication_s=moved_s,
+            storage=held.storage if is_moved else None,
+            host_bytes=self._host_bytes(p, held) if held.storage.host else 0,
         )
+
+    def _device_bytes(self, p: Parameter, held: Held) -> int:
+        """Return the bytes of a device that the stored parameter with its optimizer state, and a
+        copy in its working layout, occupy during the whole step."""
+        size = 0
+        if not held.storage.host:
+            size += self._stored_bytes(p, held)
+        is_copied = held.working != held.storage or p.is_narrowed
+        if is_copied and not held.working.host:
+            size += local_bytes(p.view, p.compute_dtype, held.working, self.moves.mesh_shape)
+        return size
+
+    def _host_bytes(self, p: Parameter, held: Held) -> int:
+        """Return the bytes of the host's memory for a parameter that is stored there, with its
+        optimizer state, gradient and narrowed copy."""
+        size, mesh_shape = self._stored_bytes(p, held), self.moves.mesh_shape
+        if p.gradient is not None:
+            size += local_bytes(p.view, sum_dtype(p.dtype), held.storage, mesh_shape)
+        if p.is_narrowed:
+            size += local_bytes(p.view, p.compute_dtype, held.storage, mesh_shape)
+        return size
+
+    def _stored_bytes(self, p: Parameter, held: Held) -> int:
+        state, _ = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
+        return (1 + state) * local_bytes(p.view, p.dtype, held.storage, self.moves.mesh_shape)
 
 
 def _added_in(

@@ -247,38 +247,45 @@ class PhaseBuilder:
             PlanError: if the plan has no collective, saved value or recomputation that creates the
                 tensor in this layout.
         """
-        at_hand = self.have.get(ref, {})
-        if layout in at_hand:
-            return at_hand[layout]
-        kept = self._from_forward(ref, layout)
-        if kept is not None:
-            self.have.setdefault(ref, {})[layout] = kept
-            return kept
+        at_hand = self._at_hand(ref, layout) or self._from_forward(ref, layout)
+        if at_hand is not None:
+            return at_hand
         step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
         if step is not None and step.kernel is not None:
-            made = self.job.nodes[ref[0]]
-            gathers = step.collective.kind == "all_gather"
-            product = kernel_calls.product_of(made, step) if gathers else made
-            self.compute(product, again=step.kernel.again)
-            if layout in self.have.get(ref, {}):
-                return self.have[ref][layout]
+            self._run_kernel(ref, step)
         # without the second condition, steps that form a cycle would not terminate
         elif step is not None and (ref, layout) not in self.in_progress:
             self.in_progress.add((ref, layout))
             source = self.get(ref, step.source, wanted_by)
             self.in_progress.remove((ref, layout))
-            at_hand = self.have.get(ref, {})
-            return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
+            return self._at_hand(ref, layout) or self._step(ref, source, step)
         node = self.job.nodes[ref[0]]
-        if self.phase == "backward" and self._runs_again(node):
+        if (
+            self._at_hand(ref, layout) is None
+            and self.phase == "backward"
+            and self._runs_again(node)
+        ):
             self.compute(node, again=True)
-            if layout in self.have.get(ref, {}):
-                return self.have[ref][layout]
-        raise ChangedPlanError(
-            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, but no collective"
-            " of the plan returns it",
-            where=where_of(node),
-        )
+        result = self._at_hand(ref, layout)
+        if result is None:
+            raise ChangedPlanError(
+                f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, but no"
+                " collective of the plan returns it",
+                where=where_of(node),
+            )
+        return result
+
+    def _at_hand(self, ref: Ref, layout: Layout) -> fx.Node | None:
+        """Return the node of a tensor in a layout if it was emitted already."""
+        return self.have.get(ref, {}).get(layout)
+
+    def _run_kernel(self, ref: Ref, step: Communication) -> None:
+        """Emit the product whose kernel also runs a step, for the tensor of the step."""
+        assert step.kernel is not None
+        made = self.job.nodes[ref[0]]
+        gathers = step.collective.kind == "all_gather"
+        product = kernel_calls.product_of(made, step) if gathers else made
+        self.compute(product, again=step.kernel.again)
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
         """Return the placeholder of a forward value if backward may read it. This is the case if
@@ -300,6 +307,7 @@ class PhaseBuilder:
         if node not in self.saved:
             self.saved[node] = self.graph.placeholder(f"saved_{node.name}")
             self.saved[node].meta.update({k: v for k, v in node.meta.items() if k not in _OF_STEPS})
+        self.have.setdefault(ref, {})[layout] = self.saved[node]
         return self.saved[node]
 
     def _step(self, ref: Ref, source: fx.Node, step: Communication) -> fx.Node:

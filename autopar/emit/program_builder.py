@@ -238,7 +238,9 @@ def _converts(
     if not wide or not _fits(source, shape, mesh):
         return False
     stored = [target.on_device()] if target.host else []
-    possible = neighbours(shape, dtype, source, mesh.shape, moved, target.special, stored=stored)
+    possible = neighbours(
+        shape, dtype, source, mesh.shape, moved, special=target.special, stored=stored
+    )
     return (collective, target) in possible
 
 

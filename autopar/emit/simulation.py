@@ -36,24 +36,31 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
         plan: the plan that the graph was emitted from.
     """
     owner = _owners(plan)
-    found: dict[fx.Node, float] = {}
-    spent: set[tuple[int, int, bool]] = set()
+    times: dict[fx.Node, float] = {}
+    assigned: set[tuple[int, int, bool]] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if "time_s" in node.meta:
-            found[node] = node.meta["time_s"]
+            times[node] = node.meta["time_s"]
             continue
         again, kernel = bool(node.meta.get("recomputed")), node.meta.get("kernel")
         for key in (node.meta.get("key", ""), *(kernel.others if kernel is not None else ())):
-            if (at := owner.get(key)) is not None and (*at, again) not in spent:
-                spent.add((*at, again))
+            if (at := owner.get(key)) is not None and (*at, again) not in assigned:
+                assigned.add((*at, again))
                 entry = plan.entries[at[0]]
-                found[node] = found.get(node, 0.0) + (entry.again_s if again else entry.time_s)
-        routed_s = sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
-        if kernel is not None or routed_s:
-            found[node] = found.get(node, 0.0) - (routed_s if kernel is None else kernel.saved_s)
-    return found
+                times[node] = times.get(node, 0.0) + (entry.again_s if again else entry.time_s)
+        saved_s = _saved_s(node)
+        if kernel is not None or saved_s:
+            times[node] = times.get(node, 0.0) - saved_s
+    return times
+
+
+def _saved_s(node: fx.Node) -> float:
+    """Return the seconds that a node saves by its kernel, or by routing its rows."""
+    if "kernel" in node.meta:
+        return node.meta["kernel"].saved_s
+    return sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
 
 
 def _owners(plan: Plan) -> dict[str, tuple[int, int]]:

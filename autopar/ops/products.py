@@ -145,28 +145,31 @@ def dot(
     # a compiler traces the functions behind the caches and folds the equation into constants
     sizes_of = _sizes_of.__wrapped__ if torch.compiler.is_compiling() else _sizes_of
     sizes = sizes_of(equation, a.shape, b.shape)
-    plan, natural, columns = sizes.plan, sizes.natural, sizes.columns
+    plan, batch = sizes.plan, sizes.plan.num_batch
     first, second = (b, a) if plan.swapped else (a, b)
     first = (first if plan.first is None else first.permute(plan.first)).reshape(sizes.first)
     second = (second if plan.second is None else second.permute(plan.second)).reshape(sizes.second)
-    batch = plan.num_batch
     if bias is None or any(starts):
         product = torch.bmm(first, second) if batch else torch.mm(first, second)
-    elif (
-        plan.result is None and bias.shape == columns and not batch
-    ):  # torch fuses a bias with one dim
-        product = torch.addmm(bias.reshape(-1), first, second)
     else:
-        order = plan.result or range(len(natural))
-        spread = bias.expand([natural[dim] for dim in order]).permute(
-            [*map(list(order).index, range(len(natural)))]
-        )
-        spread = spread.reshape(*sizes.first[:-1], sizes.second[-1])
-        product = (
-            torch.baddbmm(spread, first, second) if batch else torch.addmm(spread, first, second)
-        )
-    product = product.view(natural)
+        addend = _bias_as_matrix(bias, sizes)
+        add_product = torch.baddbmm if batch else torch.addmm
+        product = add_product(addend, first, second)
+    product = product.view(sizes.natural)
     return product if plan.result is None else product.permute(plan.result).contiguous()
+
+
+def _bias_as_matrix(bias: Tensor, sizes: _Sizes) -> Tensor:
+    """Return a bias as the addend of a product of two matrices. A bias with the dims of the columns
+    has one dim, as torch fuses its addition."""
+    plan, natural = sizes.plan, sizes.natural
+    if plan.result is None and bias.shape == sizes.columns and not plan.num_batch:
+        return bias.reshape(-1)
+    order = plan.result or range(len(natural))
+    spread = bias.expand([natural[dim] for dim in order]).permute(
+        [*map(list(order).index, range(len(natural)))]
+    )
+    return spread.reshape(*sizes.first[:-1], sizes.second[-1])
 
 
 def bias_term(equation: str, num_dims: int) -> str:

@@ -177,16 +177,12 @@ class Holder(Drawing):
         for module in self.modules():
             module.__dict__["_lacks_some"] = bool(elsewhere)
         if any(t.name == random.STATE for t in tensors):
-            known = None if shared is None else shared._state_to_draw_from()
-            self.hold_buffer(
-                random.STATE, self._first_state() if known is None else known, persistent=False
-            )
-        on_meta = self._names_on_meta(model) if shared is None else []
+            self._hold_random_state(shared)
+        on_meta = [] if shared is not None else self._names_on_meta(model)
         self._unset = Unset({name: self.stored(name) for name in on_meta})
-        any_on_meta = (
-            of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
-        )
-        self._awaits_values = any(any_on_meta)  # equal on all ranks: the check is collective
+        self._awaits_values = bool(on_meta)
+        if shared is None and self._world.size() > 1:  # equal on all ranks: the check is collective
+            self._awaits_values = any(of_all(bool(on_meta)))
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
@@ -198,6 +194,13 @@ class Holder(Drawing):
         if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
             share_cores()
             tell_of_hosts()
+
+    def _hold_random_state(self, shared: Holder | None) -> None:
+        """Hold the state of random draws: that of `shared`, if it has one, or a new one."""
+        state = None if shared is None else shared._state_to_draw_from()
+        if state is None:
+            state = self._first_state()
+        self.hold_buffer(random.STATE, state, persistent=False)
 
     def train(self, mode: bool = True) -> Holder:
         """Set the mode of the whole module, and return it."""

@@ -473,6 +473,35 @@ def _noise(case: Case, plain: Results, limit: float) -> dict[str, float]:
     return {name: min(_NOISES * size / limit, most) for name, size in noises}
 
 
+def _compare_with_plain(
+    case: Case, ours: Results, plain: Results, limit: float, share: float
+) -> tuple[Errors, tuple[float, Mapping[str, float], Mapping[str, float]]]:
+    """Compare the results of a program with those of the plain model.
+
+    Args:
+        case: the comparison.
+        ours: results of the program.
+        plain: results of the plain model.
+        limit: the tolerance. Floors take further runs of the model, so they are only determined for
+            results with a larger error.
+        share: as in `compare`.
+
+    Returns:
+        The errors, and the scale, scales of sums, and noise with which they were computed.
+    """
+    errors, noise = compare(ours, plain, share), dict[str, float]()
+    may_be_zero = max(errors.gradients.values(), default=0.0) > limit
+    scale = scale_of_zeros(case, plain, limit * share) if may_be_zero else 0.0
+    summed = scales_of_sums(case) if _worst_value(errors) > limit else {}
+    if errors.worst > limit:
+        errors = compare(ours, plain, share, scale, summed)
+    # In a smaller dtype noise may hide an error. `_compare_across_dtypes` compares in a larger one.
+    if case.computed == torch.float64 and _worst_value(errors) <= limit < errors.worst < math.inf:
+        noise = _noise(case, plain, limit)
+        errors = compare(ours, plain, share, scale, summed, noise)
+    return errors, (scale, summed, noise)
+
+
 def _judge(
     case: Case,
     ran: Lockstep,
@@ -484,22 +513,10 @@ def _judge(
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     wide = max(share, floor_share_with(lower.values()))
-    errors, noise = compare(ours, plain, wide), dict[str, float]()
-    may_be_zero = max(errors.gradients.values(), default=0.0) > limit
-    scale = scale_of_zeros(case, plain, limit * wide) if may_be_zero else 0.0
-    summed = scales_of_sums(case) if _worst_value(errors) > limit else {}
-    if errors.worst > limit:
-        errors = compare(ours, plain, wide, scale, summed)
-    others = _worst_value(errors)
-    # In a smaller dtype noise may hide an error. `_compare_across_dtypes` compares in a larger one.
-    if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
-        noise = _noise(case, plain, limit)
-        errors = compare(ours, plain, wide, scale, summed, noise)
-    traced = (
-        compare(ours, case.run_traced(), share, scale, summed, noise).worst
-        if lower and case.num_separate_draws == 1
-        else None
-    )
+    errors, floors = _compare_with_plain(case, ours, plain, limit, wide)
+    traced: float | None = None
+    if lower and case.num_separate_draws == 1:
+        traced = compare(ours, case.run_traced(), share, *floors).worst
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,

@@ -18,7 +18,7 @@ import functools
 import itertools
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,22 +146,27 @@ def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
         return "module", inside[id(value)]
     if depth < DEPTH:
         describe = functools.partial(_describe_value, inside=inside, depth=depth + 1)
-        if isinstance(value, (tuple, list)):
-            return (type(value), *map(describe, value))
-        if isinstance(value, dict):
-            return (type(value), *((describe(key), describe(item)) for key, item in value.items()))
-        if isinstance(value, types.MethodType):
-            return "method", id(value.__func__), describe(value.__self__)
-        if isinstance(value, functools.partial):
-            return "partial", describe(value.func), describe(value.args), describe(value.keywords)
-        if isinstance(value, types.FunctionType):
-            return (
-                "function",
-                value.__code__,
-                describe(value.__defaults__),
-                describe(tuple(contents(value))),
-            )
+        described = _describe_parts(value, describe)
+        if described is not None:
+            return described
     return (type(value), "stateless") if _is_stateless(value) else (type(value), id(value))
+
+
+def _describe_parts(value: Any, describe: Callable[[Any], Any]) -> tuple[Any, ...] | None:
+    """Return the description of a container or a function by those of its parts; None for other
+    values."""
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(describe, value))
+    if isinstance(value, dict):
+        return (type(value), *((describe(key), describe(item)) for key, item in value.items()))
+    if isinstance(value, types.MethodType):
+        return "method", id(value.__func__), describe(value.__self__)
+    if isinstance(value, functools.partial):
+        return "partial", describe(value.func), describe(value.args), describe(value.keywords)
+    if isinstance(value, types.FunctionType):
+        closure = describe(tuple(contents(value)))
+        return "function", value.__code__, describe(value.__defaults__), closure
+    return None
 
 
 class _Plain:

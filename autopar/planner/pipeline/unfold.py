@@ -316,40 +316,25 @@ class Worths:
         return self._known[kind]
 
     def _derive(self, kind: Kind, ref: Ref) -> TensorWorth:
-        v, counts, hidden, exposed, unasked = kind
-        variant, value = self.problem.variants[v], self.value(ref)
-        num = len(value.graph.layouts)
-        read = [self.reads(ref, u.op, u.operand) for u in variant.uses if u.phase == value.phase]
+        v, counts, hidden, exposed, _ = kind
+        value, uses = self.value(ref), self.problem.variants[v].uses
+        graph, num, times = value.graph, len(value.graph.layouts), dict(counts)
+        reads = [
+            self._at(self.reads(ref, u.op, u.operand), num) for u in uses if u.phase == value.phase
+        ]
         made = self._at(self.layouts_made(ref), num)
-        versions = np.logical_or.reduce([made, *(self._at(layouts, num) for layouts in read)])
-        if value.keepable is not None and not self._free_keeping:
-            versions &= self._at(np.array(sorted(value.keepable), np.int64), num)
-        now = {
-            use: self._potential(v, 0, use, share, num)
-            for use, share in counts
-            if variant.uses[use].phase == value.phase
-        }
-        then = (
-            ()
-            if hidden or value.phase == "backward"
-            else [(u, share) for u, share in counts if u not in unasked]
-        )
-        later = {u: self._potential(v, 1, u, share, num) for u, share in then}
-        if self.narrower(v, exposed):
-            now, later = {use: np.zeros(num) for use in now}, {use: np.zeros(num) for use in later}
-        graph, times = value.graph, dict(counts)
+        versions = self._keepable(value, np.logical_or.reduce([made, *reads]))
+        now, later = self._potentials(kind, value)
+        kept = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
+        if len(now) < len(reads) or ref in self.instances.hidden:
+            now[-1] = np.zeros(num)  # readers without multipliers
+            times[-1] = 1
+        wanted = np.logical_or.reduce([np.full(num, exposed), *reads])
+        made_worth = np.where(versions, np.minimum(self._versions(v, num), kept), 0.0)
+        free = made_worth * _reachable(graph, wanted, back=True)
         first = [made] if value.phase == "backward" else [made, versions | made]
         losses, left = [0.0, 0.0], list[Floats]()
         in_full = np.array([arc.time_s for arc in graph.arcs])
-        kept = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
-        if len(now) < len(read) or ref in self.instances.hidden:
-            now = {**now, -1: np.zeros(num)}  # readers without multipliers
-            times[-1] = 1
-        wanted = np.logical_or.reduce(
-            [np.full(num, exposed), *(self._at(layouts, num) for layouts in read)]
-        )
-        made_worth = np.where(versions, np.minimum(self._versions(v, num), kept), 0.0)
-        free = made_worth * _reachable(graph, wanted, back=True)
         for potentials, start in zip((now, later), first, strict=False):
             reach = _reachable(graph, start)
             if exposed:
@@ -367,6 +352,28 @@ class Worths:
             free = np.zeros(num)
         return TensorWorth(
             now, later, made_worth, versions, losses[False], losses[True], tuple(left)
+        )
+
+    def _keepable(self, value: Value, versions: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Select the layouts among `versions` in which a value may be kept."""
+        if value.keepable is None or self._free_keeping:
+            return versions
+        return versions & self._at(np.array(sorted(value.keepable), np.int64), len(versions))
+
+    def _potentials(self, kind: Kind, value: Value) -> tuple[dict[int, Floats], dict[int, Floats]]:
+        """Compute π of one reader of each use, in the tensor's phase and in backward of a tensor of
+        forward."""
+        v, counts, hidden, exposed, unasked = kind
+        uses, num = self.problem.variants[v].uses, len(value.graph.layouts)
+        now = [(use, share) for use, share in counts if uses[use].phase == value.phase]
+        later = [(use, share) for use, share in counts if use not in unasked]
+        if hidden or value.phase == "backward":
+            later = []
+        if self.narrower(v, exposed):
+            return {use: np.zeros(num) for use, _ in now}, {use: np.zeros(num) for use, _ in later}
+        return (
+            {use: self._potential(v, 0, use, share, num) for use, share in now},
+            {use: self._potential(v, 1, use, share, num) for use, share in later},
         )
 
     def _potential(self, v: int, later: int, use: int, share: int, num: int) -> Floats:
