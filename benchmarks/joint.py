@@ -35,7 +35,7 @@ from autopar.cost.priced import Priced, Source
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions
 from autopar.sharding import classes_of
-from autopar.solve import choices_or_least
+from autopar.solve import SearchRequest, choices_or_least
 from benchmarks import tables
 from benchmarks.common import Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -93,13 +93,10 @@ class _Case:
         """
         priced = self.within(budget)
         options = PlanOptions(gap=self.gap)
-        found = choices_or_least(
-            first(priced.problem),
-            gap=options.gap,
-            time_limit_s=options.time_limit_s,
-            solver=options.solver,
-            bound_only=True,
+        request = SearchRequest(
+            first(priced.problem), options.gap, time_limit_s=options.time_limit_s
         )
+        found = choices_or_least(request, solver=options.solver, bound_only=True)
         if not isinstance(found, Solution):
             raise InfeasibleError("no layouts fit", remedy="more memory")
         return self.planned(with_layouts(priced, found.strategies))

@@ -15,6 +15,7 @@ from autopar.solve import (
     Cases,
     Common,
     Least,
+    SearchRequest,
     SmallerProblem,
     choices_or_least,
     within,
@@ -67,7 +68,7 @@ class Solving:
                 gap is halved.
             regions: the memory that kernels may share with their peers
                 (`autopar.core.problem.Solution`).
-            met: as in `autopar.solve.choices_or_least`.
+            met: as in `autopar.solve.SearchRequest`.
         """
         spent = self.common.work.spent
         self.common.work.most = (
@@ -107,12 +108,10 @@ class Solving:
     def _choices(
         self, problem: Problem, gap: float, effort: Effort, met: Solution | None, common: Common
     ) -> Solution | Least | FractionalGroups:
-        return choices_or_least(
+        request = SearchRequest(
             problem,
-            gap=gap,
+            gap,
             time_limit_s=self.options.solve_s,
-            solver=self.options.solver,
-            bound_only=True,
             whole=effort is not Effort.MIXED,
             likely=COMPUTE_BOUND if problem.conditions else self.likely,
             only_plan=effort is not Effort.END,
@@ -120,6 +119,7 @@ class Solving:
             common=common,
             met=met,
         )
+        return choices_or_least(request, solver=self.options.solver, bound_only=True)
 
     def _divide(self, problem: Problem, found: Solution) -> Solution:
         """Divide a problem into cases (`autopar.solve.cases`), if the gap of its solution is large.

@@ -1,5 +1,6 @@
 """Problem → Solution: the only package that imports pulp and highspy."""
 
+from autopar.solve.branch_and_cut import SearchRequest
 from autopar.solve.cases import Cases
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
@@ -18,6 +19,7 @@ __all__ = [
     "Evaluation",
     "Least",
     "Lightest",
+    "SearchRequest",
     "SmallerProblem",
     "Taken",
     "check_solver",

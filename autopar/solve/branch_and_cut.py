@@ -84,13 +84,28 @@ class SearchRequest:
     """The problem of a search, its limits, and the results that are known before it.
 
     Attributes:
-        whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`.
+        problem: the problem.
+        gap: relative gap between incumbent and bound at which the search stops.
+        max_nodes: limit of the nodes of the search tree.
+        time_limit_s: time limit in seconds.
+        whole: whether to search on if the relaxation mixes decisions of equal ops. Otherwise the
+            result lists these ops (`Solution.mixed`), without a plan (`FractionalGroups`) if memory
+            binds in a large problem, only a plan is needed, and none is near the relaxation.
+        likely: the balance of the best bound of a similar problem; a search that starts there takes
+            less time.
         known: the plan and bound of a huge program before the search.
+        only_plan: whether to end with a plan, regardless of its bound, in a large problem or if
+            memory binds (`Solution.unfinished`).
+        waits: whether the search continues after the time limit as long as it has no plan.
+        common: the results of searches for the same problem with other moments; this search adds
+            to it.
+        met: a known solution, and its bound, if any, from which HiGHS' search starts. The result is
+            at least as good.
     """
 
     problem: Problem
     gap: float
-    max_nodes: int
+    max_nodes: int = 200
     time_limit_s: float = math.inf
     whole: bool = True
     likely: OverlapWeights = COMPUTE_BOUND

@@ -6,14 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, overload
 
 from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Multipliers, Solution
-from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError, size_text
 from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
-from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices
 from autopar.solve.greedy import quick
 from autopar.solve.min_budget import Least, least_budget
@@ -83,11 +80,10 @@ def solve(
         InfeasibleError: if no plan fits the budget; the error states the smallest sufficient
             budget.
     """
-    found = choices_or_least(
-        problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver
-    )
+    found = choices_or_least(SearchRequest(problem, gap, max_nodes, time_limit_s), solver=solver)
     if isinstance(found, Solution):
         return found
+    assert isinstance(found, Least), "a search for whole decisions returns no fractions"
     would_do = f", {size_text(found.size_bytes)} is sufficient" if found.choices else ""
     needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
     raise shortage(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}")
@@ -104,107 +100,35 @@ def shortage(what: str, needed_bytes: int = 0) -> InfeasibleError:
     return InfeasibleError(what, remedy=remedy, needed_bytes=needed_bytes)
 
 
-@overload
 def choices_or_least(
-    problem: Problem,
-    *,
-    gap: float,
-    max_nodes: int = 200,
-    time_limit_s: float,
-    solver: str,
-    bound_only: bool = False,
-    whole: Literal[True] = True,
-    likely: OverlapWeights = COMPUTE_BOUND,
-    only_plan: bool = False,
-    waits: bool = False,
-    common: Common | None = None,
-    met: Solution | None = None,
-) -> Solution | Least:
-    """With `whole`, the result is never `FractionalGroups`."""
-
-
-@overload
-def choices_or_least(
-    problem: Problem,
-    *,
-    gap: float,
-    max_nodes: int = 200,
-    time_limit_s: float,
-    solver: str,
-    bound_only: bool = False,
-    whole: bool,
-    likely: OverlapWeights = COMPUTE_BOUND,
-    only_plan: bool = False,
-    waits: bool = False,
-    common: Common | None = None,
-    met: Solution | None = None,
-) -> Solution | Least | FractionalGroups:
-    """Without `whole`, the result can be `FractionalGroups`."""
-
-
-def choices_or_least(
-    problem: Problem,
-    *,
-    gap: float,
-    max_nodes: int = 200,
-    time_limit_s: float,
-    solver: str,
-    bound_only: bool = False,
-    whole: bool = True,
-    likely: OverlapWeights = COMPUTE_BOUND,
-    only_plan: bool = False,
-    waits: bool = False,
-    common: Common | None = None,
-    met: Solution | None = None,
+    request: SearchRequest, *, solver: str, bound_only: bool = False
 ) -> Solution | Least | FractionalGroups:
     """Solve as `solve` does, but return the memory that is needed if no plan fits.
 
     Args:
+        request: the problem, and the limits of the search.
+        solver: as in `solve`. PuLP's solvers use only `gap` and `time_limit_s` of the request.
         bound_only: whether to skip the search for the smallest sufficient budget (`least_budget`)
             if it is proven that nothing fits.
-        whole: whether to search on if the relaxation mixes decisions of equal ops. Otherwise the
-            result lists these ops (`Solution.mixed`), without a plan (`FractionalGroups`) if memory
-            binds in a large problem, only a plan is needed, and none is near the relaxation.
-        likely: the balance of the best bound of a similar problem; a search that starts there takes
-            less time.
-        waits: whether the search continues after the time limit as long as it has no plan.
-        only_plan: whether to end with a plan, regardless of its bound, in a large problem or if
-            memory binds (`Solution.unfinished`).
-        common: the results of searches for the same problem with other moments; this search adds
-            to it.
-        met: a known solution, and its bound, if any, from which HiGHS' search starts. The result is
-            at least as good.
 
     Raises:
         InfeasibleError: if no assignment of layouts is legal, regardless of memory. The error names
             the op without a legal layout if it is known.
     """
+    problem = request.problem
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
     if solver.lower() != LIVE:
-        found = _Searched(solve_modelled(problem, solver, gap, time_limit_s))
+        found = _Searched(solve_modelled(problem, solver, request.gap, request.time_limit_s))
     else:
-        request = SearchRequest(
-            problem,
-            gap,
-            max_nodes,
-            time_limit_s,
-            whole,
-            likely,
-            quick(problem, gap),
-            only_plan,
-            waits,
-            common or Common(),
-            met,
-        )
-        found = _search(request, bound_only=bound_only)
+        known = quick(problem, request.gap)
+        found = _search(replace(request, known=known), bound_only=bound_only)
     if isinstance(found.answer, Solution):
         return without_idle(problem, found.answer)
     if found.answer is not None:
         return found.answer
-    least = least_budget(
-        problem, math.inf if waits else time_limit_s, bound_only=bound_only and found.infeasible
-    )
+    time_limit_s = math.inf if request.waits else request.time_limit_s
+    least = least_budget(problem, time_limit_s, bound_only=bound_only and found.infeasible)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.

@@ -17,6 +17,7 @@ from autopar.core.solution import Solution
 from autopar.planner import Planned, comm_schedule, solving
 from autopar.planner.pipeline.stage_cache import Effort, StageCache, form_of
 from autopar.program.stage_memory import trace_stage_peak
+from autopar.solve import SearchRequest
 from benchmarks import zoo
 
 MESH = autopar.Mesh({"stage": 4, "data": 2})
@@ -38,9 +39,9 @@ def test_plans_are_the_same_as_with_each_stage_solved_and_measured_separately(
     counts = {"solved": 0, "measured": 0}
     solve, measure = solving.choices_or_least, trace_stage_peak
 
-    def counted_solve(problem: Problem, **how: Any) -> object:
+    def counted_solve(request: SearchRequest, **how: Any) -> object:
         counts["solved"] += 1
-        return solve(problem, **how)
+        return solve(request, **how)
 
     def counted_measure(*args: object) -> object:
         counts["measured"] += 1

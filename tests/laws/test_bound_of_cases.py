@@ -27,7 +27,7 @@ from autopar.planner.pipeline.stage_cache import Effort, StageCache
 from autopar.planner.plan_assembly import certify_proof
 from autopar.planner.search import finish_search, prepare_search
 from autopar.plans import Plan, ProofCase
-from autopar.solve import Cases, Common, Least, choices_or_least, solve
+from autopar.solve import Cases, Common, Least, SearchRequest, choices_or_least, solve
 from autopar.solve.cases import find_split
 from autopar.solve.memory_rows import budget_rows
 from benchmarks.common import load_profile
@@ -104,9 +104,7 @@ def test_a_case_without_remaining_strategies_has_an_infinite_bound() -> None:
 def ask(
     p: Problem, met: Solution | None, common: Common, gap: float = 0.0
 ) -> Solution | Least | FractionalGroups:
-    return choices_or_least(
-        p, gap=gap, time_limit_s=math.inf, solver="highs", met=met, common=common
-    )
+    return choices_or_least(SearchRequest(p, gap, met=met, common=common), solver="highs")
 
 
 @pytest.mark.parametrize(("seed", "mesh", "slowdown"), PROBLEMS)

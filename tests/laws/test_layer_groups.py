@@ -25,7 +25,7 @@ from autopar.planner import Planned, PlanOptions, make_plan, rounds, solving
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
 from autopar.sharding import Forced, Starts, classes_of, split_by_layers
-from autopar.solve import branch_and_cut, choices_or_least, evaluate, solve
+from autopar.solve import SearchRequest, branch_and_cut, choices_or_least, evaluate, solve
 from autopar.solve.bounds import Incumbent
 from autopar.solve.restricted import Climb
 from autopar.verification import verify_program
@@ -230,7 +230,8 @@ def test_a_search_that_ends_early_names_the_ops_to_separate() -> None:
         trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
     )
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain))
-    early = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False)
+    request = SearchRequest(problem, gap=1e-5, time_limit_s=60.0, whole=False)
+    early = choices_or_least(request, solver="highs")
     assert isinstance(early, Solution)
     assert early.mixed
     assert all(
@@ -252,9 +253,8 @@ def test_a_search_without_a_plan_names_the_ops_to_separate(
     monkeypatch.setattr(branch_and_cut, "SMALL", 0)
     monkeypatch.setattr(Incumbent, "_consider", meeting_none)
     monkeypatch.setattr(Climb, "over", lambda climb, columns: pytest.fail("a plan is looked for"))
-    found = choices_or_least(
-        problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True
-    )
+    request = SearchRequest(problem, gap=1e-5, time_limit_s=60.0, whole=False, only_plan=True)
+    found = choices_or_least(request, solver="highs")
     assert isinstance(found, FractionalGroups)
     assert all(
         problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares)
@@ -275,12 +275,12 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
     group."""
     alike, answer = list[bool](), solving.choices_or_least
 
-    def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
-        found = answer(problem, whole=whole, **how)
-        if isinstance(found, Solution) and not whole and found.mixed:
+    def without_plan(request: SearchRequest, **how: Any) -> object:
+        found = answer(request, **how)
+        if isinstance(found, Solution) and not request.whole and found.mixed:
             alike.append(True)
             return FractionalGroups(found.mixed, found.bound_s)
-        alike.append(len(problem.ops) == len(ungrouped().ops))
+        alike.append(len(request.problem.ops) == len(ungrouped().ops))
         return (
             replace(found, objective_s=found.objective_s * poorer)
             if len(alike) == 2 and isinstance(found, Solution)

@@ -833,9 +833,10 @@ def test_a_plan_only_search_encloses_the_optimum_and_refuses_infeasible_budgets(
 
 
 def plan_only(p: Problem) -> Solution | Least:
-    return choices_or_least(
-        p, gap=0.0, time_limit_s=60.0, solver="highs", bound_only=True, only_plan=True
-    )
+    request = SearchRequest(p, gap=0.0, time_limit_s=60.0, only_plan=True)
+    found = choices_or_least(request, solver="highs", bound_only=True)
+    assert isinstance(found, Solution | Least)
+    return found
 
 
 @pytest.mark.slow
@@ -936,9 +937,8 @@ def test_if_relaxations_run_out_of_steps_the_bound_is_that_of_the_enclosing_box(
     monkeypatch.setattr(branch_and_cut, "Tree", Short)
     for case in FAST[:2]:
         for budget, best in front(case)[:2]:
-            found = choices_or_least(
-                case.problem(budget), gap=0.0, max_nodes=10, time_limit_s=math.inf, solver="highs"
-            )
+            found = choices_or_least(SearchRequest(case.problem(budget), 0.0, 10), solver="highs")
+            assert isinstance(found, Solution | Least)
             assert (
                 found.bound_s <= best * (1 + 1e-6)
                 if isinstance(found, Solution)

@@ -16,7 +16,6 @@ from autopar.capture.trace import Trace
 from autopar.constraints import layout
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.core.problem import Problem
 from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
@@ -110,12 +109,12 @@ def test_the_bound_is_searched_to_the_end_only_if_it_may_close_the_gap(
 ) -> None:
     ended, answer = list[bool](), solving.choices_or_least
 
-    def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
-        ended.append(not only_plan)
-        found = answer(problem, only_plan=only_plan, **how)
+    def cut_short(request: SearchRequest, **how: Any) -> object:
+        ended.append(not request.only_plan)
+        found = answer(request, **how)
         return (
             replace(found, bound_s=found.bound_s / 2, unfinished=True)
-            if only_plan and isinstance(found, Solution)
+            if request.only_plan and isinstance(found, Solution)
             else found
         )
 
@@ -145,13 +144,14 @@ def test_a_faster_plan_found_by_the_search_for_the_bound_is_kept(
     first search for the bound exceeds the budget as emitted."""
     answer, ends = solving.choices_or_least, list[float]()
 
-    def slow_at_first(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
-        found = answer(problem, only_plan=only_plan, **how)
+    def slow_at_first(request: SearchRequest, **how: Any) -> Solution:
+        found = answer(request, **how)
         assert isinstance(found, Solution)
-        if not only_plan:
+        if not request.only_plan:
             ends.append(found.objective_s)
             return replace(found, bound_s=0.0)
-        slow = answer(replace(problem, budget_bytes=130 * KIB), only_plan=True, **how)
+        smaller = replace(request.problem, budget_bytes=130 * KIB)
+        slow = answer(replace(request, problem=smaller), **how)
         assert isinstance(slow, Solution) and slow.objective_s > found.objective_s
         return replace(slow, bound_s=found.bound_s, unfinished=True)
 
@@ -341,9 +341,9 @@ def test_after_the_time_limit_the_best_plan_so_far_is_returned(
 ) -> None:
     solves, answer, orders = list[bool](), solving.choices_or_least, list[StageProgram]()
 
-    def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
-        solves.append(waits)
-        return answer(problem, waits=waits, **how)
+    def counted(request: SearchRequest, **how: Any) -> object:
+        solves.append(request.waits)
+        return answer(request, **how)
 
     monkeypatch.setattr(solving, "choices_or_least", counted)
     monkeypatch.setattr(
@@ -370,7 +370,7 @@ def test_only_the_search_for_the_bound_has_a_limit_of_work(
     monkeypatch.setattr(
         solving,
         "choices_or_least",
-        lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1],
+        lambda request, **_: (asked.append(request.common.work.most), Least(1))[1],
     )
     asks = solving.Solving(PlanOptions(), StageCache())
     asks.common.work.spent = spent

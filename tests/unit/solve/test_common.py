@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from autopar.core.solution import Solution
 from autopar.solve import (
     Common,
     Least,
+    SearchRequest,
     SmallerProblem,
     branch_and_cut,
     choices_or_least,
@@ -22,9 +22,8 @@ from autopar.solve import (
 
 
 def answer(problem: Problem, shared: Common) -> Solution:
-    found = choices_or_least(
-        problem, gap=0.02, time_limit_s=math.inf, solver="highs", bound_only=True, common=shared
-    )
+    request = SearchRequest(problem, gap=0.02, common=shared)
+    found = choices_or_least(request, solver="highs", bound_only=True)
     assert isinstance(found, Solution)
     return found
 
@@ -74,9 +73,7 @@ def test_a_smaller_problem_takes_over_moments_and_shares_the_rest() -> None:
     smaller, shared = SmallerProblem.of(one, excluded), Common()
     found = smaller.at_moments(other)
     assert excluded and found == SmallerProblem.of(other, excluded) != smaller
-    choices_or_least(
-        smaller.problem, gap=0.02, time_limit_s=math.inf, solver="highs", common=shared
-    )
+    choices_or_least(SearchRequest(smaller.problem, gap=0.02, common=shared), solver="highs")
     assert shared.of(found.problem) is not None
     assert shared.of(SmallerProblem.of(other, excluded).problem) is None
 
@@ -100,12 +97,9 @@ def test_once_a_plan_is_known_all_rows_at_once_are_solved_only_if_no_plan_is_fou
     nowhere = replace(other, budget_bytes=1)
     found = [
         choices_or_least(
-            nowhere,
-            gap=0.02,
-            time_limit_s=math.inf,
+            SearchRequest(nowhere, gap=0.02, common=Common(has_plan=known)),
             solver="highs",
             bound_only=True,
-            common=Common(has_plan=known),
         )
         for known in (False, True)
     ]

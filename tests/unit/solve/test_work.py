@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -19,15 +18,8 @@ from autopar.solve.highs import Engine, SimplexWork
 def searched(
     problem: Problem, *, gap: float = 0.0, shared: Common | None = None, met: Solution | None = None
 ) -> Solution:
-    found = choices_or_least(
-        problem,
-        gap=gap,
-        time_limit_s=math.inf,
-        solver="highs",
-        bound_only=True,
-        common=shared,
-        met=met,
-    )
+    request = SearchRequest(problem, gap, common=shared or Common(), met=met)
+    found = choices_or_least(request, solver="highs", bound_only=True)
     assert isinstance(found, Solution)
     return found
 
