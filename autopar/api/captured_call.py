@@ -19,7 +19,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.schedules import AUTO
 from autopar.planner import Planned, make_plan, make_staged_plan
 from autopar.planner.clock import Progress
-from autopar.planner.pipeline.pipeline_request import check_order
+from autopar.planner.pipeline.pipeline_request import PipelineRequest, check_order
 from autopar.planner.pipeline.stage_units import check_parts
 from autopar.request import PlanOptions
 from autopar.stages.placing import cut_points
@@ -123,20 +123,29 @@ class CapturedCall:
             num_stages = here.chunks * self.num_ranks(here)
             check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
             check_order(self.trace, self.mesh, num, here)
-        part, microbatching = self.part(num, independent=here.independent)
-        found = make_staged_plan(
+        request = self.pipeline_request(here, num)
+        return self.note_loss_rows(
+            make_staged_plan(request, progress=self.progress, limit_s=limit_s)
+        )
+
+    def pipeline_request(self, pipelined: Pipelined, num: int) -> PipelineRequest:
+        """Return the request for a pipeline with a number of microbatches.
+
+        Args:
+            pipelined: the pipeline, with its axis.
+            num: number of microbatches.
+        """
+        part, microbatching = self.part(num, independent=pipelined.independent)
+        return PipelineRequest(
             self.trace,
             by_rows(part, self.rows),
             microbatching,
             self.mesh,
             self.hardware,
             self.options,
-            here,
-            model_name=type(self.model).__name__,
-            limit_s=limit_s,
-            progress=self.progress,
+            pipelined,
+            type(self.model).__name__,
         )
-        return self.note_loss_rows(found)
 
     def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
         """Return the trace of one microbatch, and how `num` of them make the batch; see

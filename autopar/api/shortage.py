@@ -22,7 +22,7 @@ from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planner import Planned
 from autopar.planner.clock import Clock
 from autopar.planner.min_memory import Need, prefer_fastest, proven_bytes
-from autopar.planner.pipeline.pipeline_request import PipelineRequest, pipeline_request
+from autopar.planner.pipeline.pipeline_request import PipelineRequest
 from autopar.planner.pipeline.stage_construction import StagedSearch
 from autopar.planner.report_infeasible import find_conflict
 from autopar.planner.search import finish_search, need_of, needs, prepare_search
@@ -314,15 +314,4 @@ def _of_one_piece(chooser: Chooser) -> PlanKind:
 
 def _of_stages(chooser: Chooser, pipelined: Pipelined, num: int) -> PlanKind:
     here = replace(pipelined, schedule="1f1b" if pipelined.schedule == AUTO else pipelined.schedule)
-    part, microbatching = chooser.part(num, independent=here.independent)
-    request = pipeline_request(
-        chooser.trace,
-        by_rows(part, chooser.rows),
-        microbatching,
-        chooser.mesh,
-        chooser.hardware,
-        chooser.options,
-        here,
-        model_name=type(chooser.model).__name__,
-    )
-    return in_stages(request, Clock(chooser.progress))
+    return in_stages(chooser.pipeline_request(here, num).resolve(), Clock(chooser.progress))

@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Program] = {
         "remove constraints.pipeline(): the axis is then used for data",
         planned(Traced(), (X,)),
     ),
-    "planner/pipeline/pipeline_request.py pipeline_request 0": Program(
+    "planner/pipeline/pipeline_request.py PipelineRequest.resolve 0": Program(
         _staged(_DEEP, (X,), outputs="dtensor"),
         'pass outputs="full"',
         _staged(_DEEP, (X,), outputs="full"),

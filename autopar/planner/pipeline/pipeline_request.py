@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
@@ -29,29 +30,70 @@ from autopar.stages import Cut, CutPoint
 from autopar.version import VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineRequest:
     """The request for one axis, one number of microbatches and one schedule.
 
     Attributes:
+        whole: the trace of the whole batch.
         part: the trace of one microbatch.
         microbatching: how the batch is divided into microbatches.
-        batch_bytes: bytes of the whole batch.
-        returned: the values that a call returns.
-        pipelined: the requested pipeline.
-        whole: the trace of the whole batch.
+        mesh: the whole mesh.
+        hardware: the hardware. If devices along the pipeline axis are unequal, each stage is
+            planned for its devices.
+        options: the options of planning.
+        pipelined: the requested pipeline; its axis is ``""`` for one stage on the whole mesh.
+        model_name: the model's name, for the plan's fingerprint.
     """
 
+    whole: Trace
     part: Trace
     microbatching: Microbatching
-    batch_bytes: int
-    returned: Returned
     mesh: Mesh
     hardware: Hardware
     options: PlanOptions
     pipelined: Pipelined
-    model_name: str
-    whole: Trace
+    model_name: str = ""
+
+    def resolve(self) -> PipelineRequest:
+        """Check the request, and return it with the defaults filled in.
+
+        Raises:
+            ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
+        """
+        options, pipelined = self.options.of_a_trace(), self.pipelined
+        if pipelined.axis:
+            check(pipelined, self.mesh)
+        for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
+            if not isinstance(constraint, Pipelined):
+                check(constraint, self.stage_mesh)
+        request = replace(self, options=options)
+        pipelined = in_order(
+            pipelined,
+            self.mesh,
+            self.microbatching.num,
+            waits=request.returned.waits,
+            trained=bool(self.whole.differentiable),
+        )
+        if self.whole.loss is None and options.outputs != "full":
+            what = (
+                f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
+                " would return its own outputs"
+            )
+            raise ConstraintError(
+                what, remedy='pass outputs="full": every rank then returns the full outputs'
+            )
+        return replace(request, pipelined=pipelined)
+
+    @cached_property
+    def returned(self) -> Returned:
+        """The values that a call returns."""
+        return returned_of(self.part, self.microbatching, self.options.outputs)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the whole batch."""
+        return sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs)
 
     @property
     def axis(self) -> str:
@@ -229,57 +271,3 @@ def check_order(whole: Trace, mesh: Mesh, num: int, pipelined: Pipelined) -> Non
     """
     waits = not any(o.is_loss for o in whole.differentiable)
     in_order(pipelined, mesh, num, waits=waits, trained=bool(whole.differentiable))
-
-
-def pipeline_request(
-    whole: Trace,
-    part: Trace,
-    microbatching: Microbatching,
-    mesh: Mesh,
-    hardware: Hardware,
-    options: PlanOptions,
-    pipelined: Pipelined,
-    *,
-    model_name: str = "",
-) -> PipelineRequest:
-    """Check the request for a pipeline and fill in the defaults.
-
-    Args:
-        whole, part, microbatching, mesh, hardware, options, pipelined: as in `make_staged_plan`.
-        model_name: the model's name, for the plan's fingerprint.
-
-    Raises:
-        ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
-    """
-    options = options.of_a_trace()
-    if pipelined.axis:
-        check(pipelined, mesh)
-    left = mesh.without(pipelined.axis or "")
-    for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
-        if not isinstance(constraint, Pipelined):
-            check(constraint, left)
-    returned = returned_of(part, microbatching, options.outputs)
-    pipelined = in_order(
-        pipelined, mesh, microbatching.num, waits=returned.waits, trained=bool(whole.differentiable)
-    )
-    if whole.loss is None and options.outputs != "full":
-        what = (
-            f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
-            " would return its own outputs"
-        )
-        raise ConstraintError(
-            what, remedy='pass outputs="full": every rank then returns the full outputs'
-        )
-    batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    return PipelineRequest(
-        part,
-        microbatching,
-        batch_bytes,
-        returned,
-        mesh,
-        hardware,
-        options,
-        pipelined,
-        model_name,
-        whole,
-    )

@@ -17,12 +17,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
-from autopar.core.hardware import Hardware
 from autopar.core.layout import Layout
-from autopar.core.mesh import Mesh
 from autopar.core.schedules import INTERLEAVED
 from autopar.cost.offload import shared_by
 from autopar.cost.price import price
@@ -46,7 +43,6 @@ from autopar.planner.pipeline.pipeline_request import (
     PipelineRequest,
     UncutSolution,
     crossing_layouts,
-    pipeline_request,
 )
 from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.stage_memory_bound import (
@@ -60,7 +56,7 @@ from autopar.planner.pipeline.step_schedule import least_time, step_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.search import Planned, finish_search, needs
-from autopar.request import UNLIMITED, PlanOptions
+from autopar.request import UNLIMITED
 from autopar.sharding import (
     Forced,
     Starts,
@@ -507,29 +503,15 @@ class StagedSearch:
 
 
 def make_staged_plan(
-    whole: Trace,
-    part: Trace,
-    microbatching: Microbatching,
-    mesh: Mesh,
-    hardware: Hardware,
-    options: PlanOptions,
-    pipelined: Pipelined,
+    request: PipelineRequest,
     *,
-    model_name: str = "",
     progress: Progress = lambda _: None,
     limit_s: float = math.inf,
 ) -> Planned:
     """Plan a pipeline, or one stage that processes microbatches.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch.
-        microbatching: how the batch is divided into microbatches.
-        mesh: the whole mesh.
-        hardware: the hardware. If devices along the pipeline axis are unequal, each stage is
-            planned for its devices.
-        options: the options of planning.
-        pipelined: the requested pipeline; its axis is ``""`` for one stage on the whole mesh.
-        model_name: the model's name, for the plan's fingerprint.
+        request: the request.
         progress: called with the name of each phase.
         limit_s: exclusive upper limit of the step, in seconds.
 
@@ -539,12 +521,9 @@ def make_staged_plan(
         TooSlow: if the bound shows that no plan beats the limit.
     """
     try:
-        request = pipeline_request(
-            whole, part, microbatching, mesh, hardware, options, pipelined, model_name=model_name
-        )
-        return StagedSearch(request, Clock(progress), limit_s).run()
+        return StagedSearch(request.resolve(), Clock(progress), limit_s).run()
     except ConstraintError as error:
-        here = replace(pipelined, microbatches=microbatching.num)
+        here = replace(request.pipelined, microbatches=request.microbatching.num)
         raise with_conflict_of_stages(
-            error, whole, part, mesh, here, options.constraints
+            error, request.whole, request.part, request.mesh, here, request.options.constraints
         ) from error
