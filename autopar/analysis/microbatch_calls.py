@@ -271,9 +271,9 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
         return Way(tuple(WHOLE for _ in whole.outputs))
     if any(read.kind == "place" for read in reads):
         return _label_positions(whole, part, reads, num)
-    made = _label_created(whole, part, reads, num)
-    if made is not None:
-        return made
+    created_way = _label_created(whole, part, reads, num)
+    if created_way is not None:
+        return created_way
     ways = itertools.chain(
         _with_numbers(whole, part, reads, num), _by_rule(whole, part, reads, num)
     )
@@ -322,12 +322,12 @@ def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | No
 
 def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Label zeros, and results that are linear in zeros."""
-    made = _value(whole) == 0 and _value(part) == 0
+    is_filled = _value(whole) == 0 and _value(part) == 0
     zero = {n for n, read in enumerate(reads) if read.kind == "zero"}
-    if not made and (not zero or whole.target is not part.target):
+    if not is_filled and (not zero or whole.target is not part.target):
         return None
-    linear = () if made else _linear_sets(whole, axis_options(whole))
-    if not made and not any(zero.issuperset(group) for group in linear):
+    linear = () if is_filled else _linear_sets(whole, axis_options(whole))
+    if not is_filled and not any(zero.issuperset(group) for group in linear):
         return None
     pairs = zip(whole.outputs, part.outputs, strict=True)
     dims = [cut_dim(x.shape, y.shape, num) for x, y in pairs]
@@ -466,13 +466,13 @@ def _is_number(value: Any) -> bool:
 def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
     """Return the sets of operands in which a call is linear."""
     results = [n for n, info in enumerate(call.outputs) if info != NO_TENSOR]
-    found = dict.fromkeys(
+    groups = dict.fromkeys(
         tuple(n for n, p in enumerate(option.inputs) if p == PARTIAL)
         for option in options
         if all(p in (PARTIAL, REPLICATE) for p in option.inputs)
         and all(option.outputs[n] == PARTIAL for n in results)
     )
-    return tuple(group for group in found if group)
+    return tuple(group for group in groups if group)
 
 
 def _further_options(call: Call) -> Iterator[AxisOption]:
@@ -493,7 +493,7 @@ def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
 
     Return None if an operand does not have the placement of the option.
     """
-    found: list[int | None] = []
+    powers: list[int | None] = []
     for read, placement in zip(reads, option.inputs, strict=True):
         cut = placement.dim if isinstance(placement, Shard) else -1
         if read.kind == "zero":
@@ -506,8 +506,8 @@ def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
             power, fits = read.power, plain and (read.kind, read.dim) == (kind, cut)
         if not fits:
             return None
-        found.append(power)
-    return tuple(found)
+        powers.append(power)
+    return tuple(powers)
 
 
 def _covers(

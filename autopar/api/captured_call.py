@@ -25,12 +25,12 @@ from autopar.request import PlanOptions
 from autopar.stages.placing import cut_points
 
 
-def add_coverage(found: Planned, line: str) -> Planned:
+def add_coverage(planned: Planned, line: str) -> Planned:
     """Return the plan with an additional line on the scope of its proof."""
     plan = replace(
-        found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
+        planned.plan, proof=replace(planned.plan.proof, covers=(*planned.plan.proof.covers, line))
     )
-    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+    return replace(planned, plan=plan, program=replace(planned.program, plan_hash=plan.hash))
 
 
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
@@ -76,7 +76,7 @@ class CapturedCall:
         options = self.options_without_stages()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
-        found = make_plan(
+        planned = make_plan(
             trace,
             self.mesh,
             self.hardware,
@@ -85,7 +85,7 @@ class CapturedCall:
             progress=self.progress,
             limit_s=limit_s,
         )
-        return self.note_loss_rows(found)
+        return self.note_loss_rows(planned)
 
     def options_without_stages(self) -> PlanOptions:
         """Return the options without constraints on pipelines."""
@@ -96,13 +96,13 @@ class CapturedCall:
             else replace(self.options, constraints=kept)
         )
 
-    def note_loss_rows(self, found: Planned) -> Planned:
+    def note_loss_rows(self, planned: Planned) -> Planned:
         """Record in a plan that its loss processes rows in parts; unchanged if it does not."""
         if not self.rows:
-            return found
-        found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
+            return planned
+        planned = replace(planned, plan=replace(planned.plan, loss_rows=self.rows))
         return add_coverage(
-            found,
+            planned,
             f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is "
             "slower",
         )

@@ -147,19 +147,20 @@ def _by_fewer_rows(choosers: Sequence[Chooser], search: AlternativeSearch, tries
 
 
 def _alternatives(
-    choosers: Sequence[Chooser], like: Planned | None = None
+    choosers: Sequence[Chooser], reference: Planned | None = None
 ) -> Iterator[Alternative]:
     """Yield the alternatives with stages of some mesh shapes.
 
     Args:
         choosers: the call on each shape.
-        like: a plan; if given, only the alternative with its mesh, axis and number of microbatches.
+        reference: a plan; if given, only the alternative with its mesh, axis and number of
+            microbatches.
     """
     for chooser in choosers:
         pipelined = chooser.free_stages
         assert pipelined is not None, "only calls without requested stages have alternatives"
         for each in chooser.alternatives(pipelined):
-            wanted = like.plan if like is not None else None
+            wanted = reference.plan if reference is not None else None
             if wanted is None or (each.mesh, each.axis, each.num) == (
                 wanted.mesh,
                 wanted.stage_axis,

@@ -68,8 +68,8 @@ def in_one_piece(
     search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name)
 
     def lightest() -> Planned | None:
-        found = search.find_lightest()
-        return None if found is None else finish_search(found, clock, options)
+        candidate = search.find_lightest()
+        return None if candidate is None else finish_search(candidate, clock, options)
 
     proven = proven_bytes(trace, search.ungrouped_layers.priced, options.solve_s)
     return PlanKind(Need(proven, options.budget(slowest(hardware))), lightest)
@@ -109,15 +109,15 @@ def find_low_memory_plan(error: InfeasibleError, chooser: Chooser) -> Planned:
     """
     shortage, clock = _Shortage(chooser), Clock(chooser.progress)
     with clock.phase("least"):
-        proven, found = shortage.sizes()
-    smallest = None if found is None else need_of(found.plan)
-    if found is not None and smallest is not None and smallest.fits:
+        proven, planned = shortage.sizes()
+    smallest = None if planned is None else need_of(planned.plan)
+    if planned is not None and smallest is not None and smallest.fits:
         log.warning(
             "%s; using a plan with little memory that was not optimized for speed: %s",
             error.what,
-            found.plan,
+            planned.plan,
         )
-        return found
+        return planned
     with clock.phase("conflict"):
         between = _describe_need(proven, smallest)
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
@@ -191,12 +191,12 @@ class _Shortage:
             return None, None
         proven = kinds[0].proven
         self._proven[self.requests] = proven
-        found = [
+        plans = [
             planned
             for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1])
             if planned is not None
         ]
-        return proven, prefer_fastest(found, needs)
+        return proven, prefer_fastest(plans, needs)
 
     def describe_conflict(self, proven: Need | None) -> str:
         """Return text on which requests need more memory than the budget.
@@ -211,12 +211,15 @@ class _Shortage:
             if not self._fits(chosen):
                 raise ConstraintError("it needs more than the budget")
 
-        found = find_conflict(requested, hold)
-        rest = [c for c in requested if c not in found]
-        names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
+        conflicting = find_conflict(requested, hold)
+        rest = [c for c in requested if c not in conflicting]
+        names, without = (
+            " and ".join(map(in_words, conflicting)),
+            "it" if len(conflicting) == 1 else "them",
+        )
         need = self._least(rest)
         least = size_text(need.num_bytes) if need else "nothing"
-        ask = "asks" if len(found) == 1 else "together ask"
+        ask = "asks" if len(conflicting) == 1 else "together ask"
         return (
             f"; {names} {ask} for more than the budget: without {without} at least {least} is "
             "needed"
@@ -296,8 +299,8 @@ def _known(
 
 
 def _plan_with_marks(chooser: Chooser, kind: PlanKind) -> Planned | None:
-    found = kind.lightest()
-    return None if found is None else chooser.note_loss_rows(found)
+    planned = kind.lightest()
+    return None if planned is None else chooser.note_loss_rows(planned)
 
 
 def _of_one_piece(chooser: Chooser) -> PlanKind:

@@ -357,11 +357,11 @@ def _collectives(
 
 
 def _reachable(tails: Ints, heads: Ints, start: Ints, num: int) -> NDArray[np.bool_]:
-    found = np.zeros(num, bool)
-    found[start] = True
-    while not found[heads[found[tails]]].all():
-        found[heads[found[tails]]] = True
-    return found
+    reached = np.zeros(num, bool)
+    reached[start] = True
+    while not reached[heads[reached[tails]]].all():
+        reached[heads[reached[tails]]] = True
+    return reached
 
 
 def _prices(prices: Prices, where: tuple[int, int, bool], graph: LayoutGraph) -> Floats:

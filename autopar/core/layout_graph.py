@@ -328,5 +328,5 @@ def all_layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Layout
         for a in range(num_axes)
     ]
     orders = list(itertools.permutations(range(num_axes)))
-    found = (Layout(p, order) for p in itertools.product(*options) for order in orders)
-    return tuple(dict.fromkeys(layout for layout in found if layout.fits(shape, mesh_shape)))
+    layouts = (Layout(p, order) for p in itertools.product(*options) for order in orders)
+    return tuple(dict.fromkeys(layout for layout in layouts if layout.fits(shape, mesh_shape)))

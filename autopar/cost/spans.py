@@ -111,14 +111,14 @@ def _span(
     forward = [user for user in users if user.meta["phase"] == "forward"]
     returned = [u for u in node.users if u.op == "output" and own_phase == "forward"]
     repeated = [user for user in forward if user.name in recomputable]
-    again = [spans[user.name] for user in repeated]
-    asked_again = max((span.asked for span in again), default=NEVER)
+    repeated_spans = [spans[user.name] for user in repeated]
+    asked_again = max((span.asked for span in repeated_spans), default=NEVER)
     viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == own_phase]
     views = [spans[user.name] for user in viewing]
     # Positions at which recomputed ops could read it, directly or through views.
     through = [spans[user.name].earliest for user in repeated if user not in viewing]
     through += [span.again for span in views]
-    first, later = _first(backward), (*again, *views)
+    first, later = _first(backward), (*repeated_spans, *views)
     read_in_forward = [positions[user.name] for user in (*forward, *returned)]
     return Span(
         made=positions[node.name],

@@ -177,14 +177,14 @@ class PhaseBuilder:
 
     def tangents(self) -> list[fx.Node]:
         """Write one placeholder for each output that has a tangent."""
-        found = []
+        placeholders = []
         for o in self.job.trace.differentiable:
             key = self.job.placeholder_keys[o.tangent]
             here = self.graph.placeholder("tangent" if o.is_loss else o.tangent)
             here.meta.update(key=key, module="", phase=self.phase)
             self.define((o.tangent, 0), self.job.index.chosen[key].outputs[0], here)
-            found.append(here)
-        return found
+            placeholders.append(here)
+        return placeholders
 
     def hold_sums(self) -> None:
         """Write one placeholder for each trained parameter: the sum of its gradient, to which the
@@ -195,18 +195,18 @@ class PhaseBuilder:
                 here.meta.update(key=parameter_key(p.name), module=p.name, phase=self.phase)
                 self.gradient_sums.nodes[p.name] = here
 
-    def add_up(self, made: str) -> None:
+    def add_up(self, name: str) -> None:
         """Add the result of a node to the sums of the parameters whose gradient it is.
 
         Args:
-            made: the name of a node of the trace.
+            name: the name of a node of the trace.
         """
         sums = self.gradient_sums
-        for p in self.job.parameters_of.get(made, ()) if sums.nodes else ():
+        for p in self.job.parameters_of.get(name, ()) if sums.nodes else ():
             key, total = parameter_key(p.name), sums.nodes[p.name]
             layout = self.job.index.chosen[key].inputs[0]
-            gradient = self.get((made, 0), layout, key)
-            gradient = sums.wide.get(((made, 0), layout), gradient)
+            gradient = self.get((name, 0), layout, key)
+            gradient = sums.wide.get(((name, 0), layout), gradient)
             if total.op == "placeholder":
                 added = self.graph.call_function(add_to, (total, gradient))
                 added.meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
@@ -282,9 +282,9 @@ class PhaseBuilder:
     def _run_kernel(self, ref: Ref, step: Communication) -> None:
         """Emit the product whose kernel also runs a step, for the tensor of the step."""
         assert step.kernel is not None
-        made = self.job.nodes[ref[0]]
+        producer = self.job.nodes[ref[0]]
         gathers = step.collective.kind == "all_gather"
-        product = kernel_calls.product_of(made, step) if gathers else made
+        product = kernel_calls.product_of(producer, step) if gathers else producer
         self.compute(product, again=step.kernel.again)
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
@@ -293,8 +293,8 @@ class PhaseBuilder:
         come from another stage."""
         if self.earlier is None:
             return None
-        held = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
-        resident = self.job.nodes[ref[0]].op == "placeholder" and not held
+        is_copied = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
+        resident = self.job.nodes[ref[0]].op == "placeholder" and not is_copied
         if layout not in self.job.index.kept.get(self.job.key(ref), ()) and not resident:
             return None
         node = self.earlier.have.get(ref, {}).get(layout)
@@ -442,26 +442,26 @@ class PhaseBuilder:
         layout of the input if it comes from another stage.
         """
         nodes, chosen = self.job.results(), self.job.index.chosen
-        found = []
+        gradients = []
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 key = parameter_key(p.name)
                 # needed if the gradient is not computed by a node of backward
                 self.add_up(nodes[p.gradient].name)
-                found.append(
+                gradients.append(
                     self.gradient_sums.nodes.get(p.name)
                     or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key)
                 )
         for i in self.job.trace.inputs:
             if i.gradient is not None:
                 key = input_key(i.path)
-                found.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
-        return self._copy_shared_gradients(found)
+                gradients.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
+        return self._copy_shared_gradients(gradients)
 
     def _copy_shared_gradients(self, gradients: list[fx.Node]) -> list[fx.Node]:
         """Copy gradients that share memory. Gradients need separate memory, as with autograd, since
         clipping and the next backward write into each of them."""
-        owners, found = set[fx.Node](self.gradient_sums.nodes.values()), []
+        owners, copies = set[fx.Node](self.gradient_sums.nodes.values()), []
         for gradient in gradients:
             owner, lies_over_itself = owner_of(gradient)
             if gradient not in self.gradient_sums.nodes.values() and (
@@ -479,8 +479,8 @@ class PhaseBuilder:
                     }
                 )
             owners.add(owner)
-            found.append(gradient)
-        return found
+            copies.append(gradient)
+        return copies
 
     def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
         """Write the output node, and remove unused nodes.

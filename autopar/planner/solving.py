@@ -74,15 +74,15 @@ class Solving:
         self.common.work.most = (
             spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
         )
-        found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
-        if regions is None or isinstance(found, FractionalGroups):
-            return found
-        if isinstance(found, Solution):
-            return replace(found, regions=regions)
+        result = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
+        if regions is None or isinstance(result, FractionalGroups):
+            return result
+        if isinstance(result, Solution):
+            return replace(result, regions=regions)
         return (
-            found
-            if found.choices is None
-            else replace(found, choices=replace(found.choices, regions=regions))
+            result
+            if result.choices is None
+            else replace(result, choices=replace(result.choices, regions=regions))
         )
 
     def _ask_solver(
@@ -95,15 +95,15 @@ class Solving:
         if divided is not None:
             return divided
         gap = self.options.gap / 2 if learnt else self.options.gap
-        found = self._choices(problem, gap, effort, met, self.common)
-        self.has_plan = self.has_plan or isinstance(found, Solution)
-        if isinstance(found, Solution) and found.multipliers is not None:
-            self.likely = found.multipliers.balance
-        if not learnt and isinstance(found, Solution):
-            found = self._divide(problem, found)
-        if not isinstance(found, Least) and not learnt:
-            self.stage_cache.learn(problem, found, effort)
-        return found
+        result = self._choices(problem, gap, effort, met, self.common)
+        self.has_plan = self.has_plan or isinstance(result, Solution)
+        if isinstance(result, Solution) and result.multipliers is not None:
+            self.likely = result.multipliers.balance
+        if not learnt and isinstance(result, Solution):
+            result = self._divide(problem, result)
+        if not isinstance(result, Least) and not learnt:
+            self.stage_cache.learn(problem, result, effort)
+        return result
 
     def _choices(
         self, problem: Problem, gap: float, effort: Effort, met: Solution | None, common: Common
@@ -121,16 +121,16 @@ class Solving:
         )
         return choices_or_least(request, solver=self.options.solver, bound_only=True)
 
-    def _divide(self, problem: Problem, found: Solution) -> Solution:
+    def _divide(self, problem: Problem, solution: Solution) -> Solution:
         """Divide a problem into cases (`autopar.solve.cases`), if the gap of its solution is large.
 
         Returns:
             The solution, with the bound of all cases.
         """
         least = max(self.options.gap, _LEAST_GAP)
-        if found.split is None or found.gap <= least or self.options.is_late:
-            return found
-        self.cases = Cases.of(problem, found, self.options.gap, self.common, self._ask_case)
+        if solution.split is None or solution.gap <= least or self.options.is_late:
+            return solution
+        self.cases = Cases.of(problem, solution, self.options.gap, self.common, self._ask_case)
         return self.cases.answer
 
     def _from_cases(self, problem: Problem, *, learnt: bool) -> Solution | None:
@@ -152,10 +152,10 @@ class Solving:
         Returns:
             The solution, in terms of the whole problem; None if there is none below the limit.
         """
-        found = self._ask_case(smaller.problem, None, common or Common())
-        if not isinstance(found, Solution) or found.objective_s >= limit_s:
+        solution = self._ask_case(smaller.problem, None, common or Common())
+        if not isinstance(solution, Solution) or solution.objective_s >= limit_s:
             return None
-        return smaller.restore(found)
+        return smaller.restore(solution)
 
     def _ask_case(
         self, problem: Problem, met: Solution | None, common: Common

@@ -152,10 +152,10 @@ def _of_decisions(plan: Plan) -> str:
 
 def _of_instances(plan: Plan) -> str:
     """Return the first instance with more or fewer indices than the patterns of its nodes."""
-    said = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
-    said += [([kept.node], kept.instances) for kept in plan.kept]
-    said += [([move.node], move.instances) for move in plan.communications]
-    for patterns, instances in said:
+    entries = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
+    entries += [([kept.node], kept.instances) for kept in plan.kept]
+    entries += [([move.node], move.instances) for move in plan.communications]
+    for patterns, instances in entries:
         indices = {int(number) for pattern in patterns for number in _FIELD.findall(pattern)}
         odd = next((i for i in instances if indices != set(range(len(i)))), None)
         if odd is not None:
@@ -165,12 +165,12 @@ def _of_instances(plan: Plan) -> str:
 
 def _of_phases(plan: Plan) -> str:
     """Return the first unknown phase."""
-    said = [(entry.key, entry.phase) for entry in plan.entries]
+    phases = [(entry.key, entry.phase) for entry in plan.entries]
     moved = [(move.node, move.phase) for move in plan.communications] + [
         ("a bucket", bucket.phase) for bucket in plan.buckets
     ]
-    said += [each for each in moved if each[1] != "step"]
-    odd = next((each for each in said if each[1] not in ("forward", "backward")), None)
+    phases += [each for each in moved if each[1] != "step"]
+    odd = next((each for each in phases if each[1] not in ("forward", "backward")), None)
     return "" if odd is None else f"{odd[0]} has the unknown phase {odd[1]!r}"
 
 

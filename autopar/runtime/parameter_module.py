@@ -64,7 +64,7 @@ class Drawing(Standing):
 
         ``pm.random_state = value`` sets it. The value must be equal on every rank.
         """
-        state = self._drawn_from()
+        state = self._find_random_state()
         return self._pending if state is None else int(state)
 
     @random_state.setter
@@ -74,7 +74,7 @@ class Drawing(Standing):
         Raises:
             RuntimeStateError: if the model draws no random numbers.
         """
-        if self._drawn_from() is None and self.variants is None:
+        if self._find_random_state() is None and self.variants is None:
             raise RuntimeStateError("the model draws no random numbers, so it has no random state")
         self._set(state)
 
@@ -82,7 +82,7 @@ class Drawing(Standing):
         """Set the state. If no program draws random numbers yet, the first program that draws uses
         this state."""
         self.__dict__["_is_compared"] = False
-        drawn_from = self._drawn_from()
+        drawn_from = self._find_random_state()
         if drawn_from is None:
             self.__dict__["_pending"] = int(state)
         else:
@@ -95,7 +95,7 @@ class Drawing(Standing):
         Raises:
             RuntimeStateError: on every rank, if the states differ.
         """
-        state = None if self._is_compared else self._drawn_from()
+        state = None if self._is_compared else self._find_random_state()
         if state is not None:
             check_random_state(int(state), self._world)
             self.__dict__["_is_compared"] = True
@@ -103,21 +103,21 @@ class Drawing(Standing):
     def _state_to_draw_from(self) -> Tensor | None:
         """Return the state of all programs, or a new state with the value that was set; None if no
         program draws random numbers and no state was set."""
-        known = self._drawn_from()
+        known = self._find_random_state()
         if known is None and self._pending is not None:
             return random.initial_state(0).fill_(self._pending).to(self.device_mesh.device_type)
         return known
 
-    def _drawn_from(self) -> Tensor | None:
+    def _find_random_state(self) -> Tensor | None:
         """Return the state tensor that all programs of the module share; None if no program draws
         random numbers yet."""
         variants = () if self.variants is None else self.variants.known
-        found = (
+        states = (
             module._buffers.get(random.STATE)
             for module in (self, *variants)
             if isinstance(module, Drawing)
         )
-        return next((state for state in found if state is not None), None)
+        return next((state for state in states if state is not None), None)
 
     def _first_state(self) -> Tensor:
         """Return the state for torch's initial seed on the mesh's first rank."""
@@ -231,7 +231,7 @@ class Holder(Drawing):
     ) -> None:
         """Register parameters and buffers under the model's names, in its order. Tied tensors are
         one object. The tensors of `shared` are reused."""
-        made: dict[int, tuple[Any, str]] = {}
+        registered: dict[int, tuple[Any, str]] = {}
         if shared is not None:  # skip tensors that no program reads and `shared` does not hold
             named = {
                 name
@@ -247,16 +247,18 @@ class Holder(Drawing):
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if prefix + name in elsewhere:
                     continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = self._parameter(prefix + name, parameter, known, shared)
-                stored, self._names[prefix + name] = made[id(parameter)]
+                if id(parameter) not in registered:
+                    registered[id(parameter)] = self._parameter(
+                        prefix + name, parameter, known, shared
+                    )
+                stored, self._names[prefix + name] = registered[id(parameter)]
                 self._container(path).hold_parameter(name, stored)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if prefix + name in elsewhere:
                     continue
-                if id(buffer) not in made:
-                    made[id(buffer)] = self._buffer(prefix + name, buffer, known, shared)
-                stored, self._names[prefix + name] = made[id(buffer)]
+                if id(buffer) not in registered:
+                    registered[id(buffer)] = self._buffer(prefix + name, buffer, known, shared)
+                stored, self._names[prefix + name] = registered[id(buffer)]
                 self._container(path).hold_buffer(
                     name, stored, persistent=name not in module._non_persistent_buffers_set
                 )
@@ -307,10 +309,12 @@ class Holder(Drawing):
             shared.check_same(name, storage)
             return shared.get_parameter(name), storage.tensor.name
         trains = full.requires_grad and (name not in known or known[name].requires_grad)
-        made = hold_value(nn.Parameter(storage.distribute(full.detach()), requires_grad=trains))
+        parameter = hold_value(
+            nn.Parameter(storage.distribute(full.detach()), requires_grad=trains)
+        )
         if self._world.size() > self.device_mesh.size():
-            of_one_stage(made.device_mesh)
-        return made, storage.tensor.name
+            of_one_stage(parameter.device_mesh)
+        return parameter, storage.tensor.name
 
     def _buffer(
         self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None
@@ -377,12 +381,13 @@ class Holder(Drawing):
         Returns:
             The program's name → all names of the model, with the program's name first.
         """
-        found: dict[str, list[str]] = {}
+        names_by_owner: dict[str, list[str]] = {}
         for name in self.state_dict():
             if name in self._names:
-                found.setdefault(self._names[name], []).append(name)
+                names_by_owner.setdefault(self._names[name], []).append(name)
         return {
-            owner: sorted(names, key=lambda name: name != owner) for owner, names in found.items()
+            owner: sorted(names, key=lambda name: name != owner)
+            for owner, names in names_by_owner.items()
         }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -399,8 +404,8 @@ class Holder(Drawing):
             RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot gather a
                 tensor that is sharded inside a dim.
         """
-        found: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
-        return found if rank0_only and rank() else found | self._extra_states
+        state: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
+        return state if rank0_only and rank() else state | self._extra_states
 
     def extra_state_names(self) -> Collection[str]:
         """Return the state dict names of the results of ``get_extra_state``. The results are those
@@ -426,13 +431,13 @@ def holder_of(module: nn.Module) -> Holder:
     Raises:
         RuntimeStateError: if the module is not compiled, or was not called yet.
     """
-    found = module if isinstance(module, Holder) else module._modules.get("module")
-    if not isinstance(found, Holder):
+    holder = module if isinstance(module, Holder) else module._modules.get("module")
+    if not isinstance(holder, Holder):
         what = f"{type(module).__name__} is not compiled, or has not been called yet"
         raise RuntimeStateError(
             what, remedy="pass the result of autopar.compile(model, example_inputs=batch)"
         )
-    return found
+    return holder
 
 
 def _state_dict_hook(

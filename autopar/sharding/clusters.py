@@ -122,20 +122,20 @@ def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
     Returns:
         Each choice as tensor → placement.
     """
-    found: list[Assignment] = [{}]
-    for reads, makes, options in nodes:
+    assignments: list[Assignment] = [{}]
+    for reads, results, options in nodes:
         options = tuple(options)
-        found = [
+        assignments = [
             joined
-            for state in found
+            for state in assignments
             for option in options
-            if (joined := _join_option(state, reads, makes, option)) is not None
+            if (joined := _join_option(state, reads, results, option)) is not None
         ]
-    return found
+    return assignments
 
 
 def _join_option(
-    state: Assignment, reads: Sequence[Ref], makes: Sequence[Ref], option: AxisOption
+    state: Assignment, reads: Sequence[Ref], results: Sequence[Ref], option: AxisOption
 ) -> Assignment | None:
     """Add an option to a choice. Return None if it reads a tensor with another placement."""
     joined = dict(state)
@@ -144,7 +144,7 @@ def _join_option(
         for ref, placement in zip(reads, option.inputs, strict=True)
     ):
         return None
-    joined.update(zip(makes, option.outputs, strict=True))
+    joined.update(zip(results, option.outputs, strict=True))
     return joined
 
 
@@ -307,9 +307,9 @@ def _read_graph(trace: Trace) -> _Graph:
         call = call_of(node)
         pattern, indices = pattern_of(node.meta["key"])
         reads = tuple((n.name, _result_index(node)) for n in operands_of(node))
-        makes = tuple((node.name, i) for i in range(len(call.outputs)))
+        results = tuple((node.name, i) for i in range(len(call.outputs)))
         graph.members[node.name] = ClusterMember(
-            node.name, node.meta["key"], pattern, call, reads, makes
+            node.name, node.meta["key"], pattern, call, reads, results
         )
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
@@ -383,9 +383,9 @@ def _find_possible(
             for p, ok in zip(option.inputs, given, strict=True)
         )
 
-    found = tuple(filter(possible, offered_options(call)))
-    special = (i for o in found for i, p in enumerate(o.inputs) if issubclass(type(p), Special))
-    return found, frozenset() if is_getitem else frozenset(special)
+    options = tuple(filter(possible, offered_options(call)))
+    special = (i for o in options for i, p in enumerate(o.inputs) if issubclass(type(p), Special))
+    return options, frozenset() if is_getitem else frozenset(special)
 
 
 def _result_index(node: fx.Node) -> int:

@@ -156,16 +156,16 @@ class TraceIndex:
     def plain_options(self, name: str) -> tuple[AxisOption, ...]:
         """Return the options of a node without halos and mirrored placements, in which a tensor
         that it reads twice has one placement. All walks share the answer."""
-        found = self._plain_options.get(name)
-        if found is None:
+        options = self._plain_options.get(name)
+        if options is None:
             reads = self.reads[name]
-            found = self._plain_options[name] = tuple(
+            options = self._plain_options[name] = tuple(
                 o
                 for o in offered_options(self.calls[name])
                 if _reads_alike(reads, o)
                 and not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs))
             )
-        return found
+        return options
 
     @cached_property
     def _by_name(self) -> dict[str, fx.Node]:
@@ -232,7 +232,7 @@ def _masked_weights(nodes: Mapping[str, fx.Node], on_both: Collection[str]) -> f
 
 def _gradients(trace: Trace) -> dict[str, str]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    found: dict[str, str] = {}
+    parameter_of: dict[str, str] = {}
     for p in trace.parameters:
         left = [] if p.gradient is None else [results[p.gradient]]
         while left:
@@ -242,9 +242,9 @@ def _gradients(trace: Trace) -> dict[str, str]:
                 and node.op == "call_function"
                 and node.meta["phase"] == "backward"
             ):
-                found[node.name] = p.node
+                parameter_of[node.name] = p.node
                 left += node.all_input_nodes if node.target in _SAME_SHAPE else ()
-    return found
+    return parameter_of
 
 
 def product_of(graph: TraceIndex, node: fx.Node) -> tuple[Ref, Ref] | None:
@@ -350,9 +350,9 @@ class Propagation:
         """Label the tangents, and return the phase that begins. A tangent has the label of its
         output. It is whole for a partial sum or the loss."""
         for o in self.graph.trace.differentiable:
-            made = self.labels.get((o.node, 0), REPLICATE)
+            label = self.labels.get((o.node, 0), REPLICATE)
             self.labels[o.tangent, 0] = (
-                made if isinstance(made, Shard) and o.is_answered else REPLICATE
+                label if isinstance(label, Shard) and o.is_answered else REPLICATE
             )
         return "backward"
 
@@ -416,8 +416,8 @@ class Propagation:
                 slices += split
         wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
         wrong = wanted is not None and label_of(option.outputs[0]) != wanted
-        made = sum(isinstance(p, Shard) for p in option.outputs)
-        return gathers, wrong, slices, spreads + made
+        num_split = sum(isinstance(p, Shard) for p in option.outputs)
+        return gathers, wrong, slices, spreads + num_split
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         """Apply an option to a node: decide weights, split operands, and pass on sources."""
@@ -433,7 +433,7 @@ class Propagation:
             if self._is_weight(ref[0]):
                 self.demand(ref, label)
             elif isinstance(label, Shard) and self._state(ref) == REPLICATE:
-                for name, other in (self._made_split(ref, label, node.name) or {}).items():
+                for name, other in (self._split_at_producer(ref, label, node.name) or {}).items():
                     self._settle(name, other)
 
     def _pass_on_sources(self, node: fx.Node, option: AxisOption) -> None:
@@ -472,7 +472,9 @@ class Propagation:
             readers = self.wholly.setdefault(ref, set())
             (readers.add if label == REPLICATE else readers.discard)(name)
 
-    def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
+    def _split_at_producer(
+        self, ref: Ref, label: Placement, reader: str
+    ) -> dict[str, AxisOption] | None:
         """Return options with which a tensor is produced split instead of whole.
 
         This is possible if no other node reads it whole. Its operands may have to be split as well.
@@ -496,13 +498,15 @@ class Propagation:
                     for other, placement in operands
                 ):
                     further = [
-                        self._made_split(o, p, name) or {}
+                        self._split_at_producer(o, p, name) or {}
                         for o, p in operands
                         if self._state(o) not in (None, p)
                     ]
-                    return {node: made for changes in further for node, made in changes.items()} | {
-                        name: option
-                    }
+                    return {
+                        node: node_option
+                        for changes in further
+                        for node, node_option in changes.items()
+                    } | {name: option}
         return None
 
     def demand(self, ref: Ref, label: Placement) -> None:

@@ -91,14 +91,14 @@ def frozen_starts(trace: Trace) -> Starts:
                 for user in node.users
             ):
                 here.add(pattern_of(node.meta["key"])[0])
-    found: dict[str, tuple[int, ...]] = {}
+    starts: dict[str, tuple[int, ...]] = {}
     for path, layers in read.items():
         order = sorted(layers)
         cuts = tuple(
             after for before, after in itertools.pairwise(order) if layers[before] != layers[after]
         )
-        found |= {path: cuts} if 0 < len(cuts) <= _MOST_CUTS else {}
-    return found
+        starts |= {path: cuts} if 0 < len(cuts) <= _MOST_CUTS else {}
+    return starts
 
 
 def combine_groupings(some: Starts, others: Starts) -> Starts:
@@ -155,7 +155,7 @@ class Forced:
             layouts: layouts in which it can be stored.
         """
         rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
-        found = (
+        admitted = (
             [
                 layout
                 for layout in layouts
@@ -163,7 +163,7 @@ class Forced:
             ]
             for rest in rests
         )
-        return next(filter(None, found), []) if rests else layouts
+        return next(filter(None, admitted), []) if rests else layouts
 
     def describe_storage(self, parameter: str) -> str:
         """Describe the storage layouts that constraints allow a parameter, for error messages."""
@@ -208,7 +208,7 @@ def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
         for p in layout.placements
         if isinstance(p, Shard)
     )
-    return all(found == sorted(found) for found in splitters)
+    return all(is_gathered == sorted(is_gathered) for is_gathered in splitters)
 
 
 def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
@@ -300,17 +300,17 @@ def _match(
         layout = getattr(constraint, kind)
         if layout is None:
             continue
-        found = (
+        matches = (
             list(_storage(trace, constraint))
             if kind == "storage"
             else list(_slots(trace, constraint, kind))
         )
-        if not found:
+        if not matches:
             raise ConstraintError(
                 f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the model",
                 remedy=_nearest(trace, constraint.pattern, kind),
             )
-        yield from found
+        yield from matches
 
 
 def _find_offload(constraints: Iterable[Constraint]) -> Offloaded | None:
@@ -401,7 +401,7 @@ def _resting_layouts(trace: Trace, constraint: Resting) -> dict[str, Layout]:
         ConstraintError: if a layout shards a dim that the parameter does not have.
     """
     layouts = dict(constraint.storage)
-    found = {
+    storage = {
         p.name: layouts[name]
         for p in trace.parameters
         for name in (*p.aliases, p.name)
@@ -409,14 +409,14 @@ def _resting_layouts(trace: Trace, constraint: Resting) -> dict[str, Layout]:
     }
     for p in trace.parameters:
         dims = (
-            [at.dim for at in found[p.name].placements if isinstance(at, Shard)]
-            if p.name in found
+            [at.dim for at in storage[p.name].placements if isinstance(at, Shard)]
+            if p.name in storage
             else []
         )
         if dims and max(dims) >= len(p.view):
-            what = f"{p.name} would be stored as {found[p.name]}, but its view is {p.view}"
+            what = f"{p.name} would be stored as {storage[p.name]}, but its view is {p.view}"
             raise ConstraintError(what, remedy="use layouts from a plan of the same model")
-    return found
+    return storage
 
 
 def _activations(

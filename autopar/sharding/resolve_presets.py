@@ -110,10 +110,10 @@ class Walks:
         name = "data" if plan.name in ("ddp", "fsdp") else plan.name
         sizes = tuple(mesh.shape[axis] for axis in axes)
         if plan.kind in SIDES or not axes:
-            return _spreads(self.graph, plan, mesh)
+            return _spread_plan(self.graph, plan, mesh)
         key = name, plan.sequence, self._parts(plan, sizes)
         if key not in self._known:
-            self._known[key] = _spreads(self.graph, plan, mesh)
+            self._known[key] = _spread_plan(self.graph, plan, mesh)
         return dict.fromkeys(axes, next(iter(self._known[key].values())))
 
     def _parts(self, plan: Parallelism, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ class _PlanOnAxis:
         )
 
 
-def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
+def _spread_plan(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
     """Return axis of a plan → the placements on it, for axes with more than one device."""
     axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
     if not axes:
@@ -305,59 +305,61 @@ def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -
         )
     policy = Policy(split, slices=True)
     experts = plan.name.startswith("expert_parallel")
-    found = (
+    labels = (
         by_experts(graph, plan, policy, batch, sizes)
         if experts
         else SampleWalk(graph, policy, batch, sizes).run()
     )
     check_batch(plan, batch, sizes)  # `by_experts` has raised its own errors before
-    if found.failure is not None:
+    if labels.failure is not None:
         _refuse(
             graph,
             plan,
-            found.failure.node,
+            labels.failure.node,
             "the batch is sharded, but it cannot compute on a shard of the batch",
         )
-    return found
+    return labels
 
 
 def _context_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     """Split every input over its dim 1, the sequence, and propagate. The walk ends at nodes that
     read all of it."""
-    found = along_sequence(graph)
-    if found is None:
+    labels = along_sequence(graph)
+    if labels is None:
         raise nothing_to_split(plan, "no input has a sequence dim (dim 1) to shard")
-    if found.failure is not None:
-        _refuse_part(graph, plan, found)
-    return found
+    if labels.failure is not None:
+        _refuse_part(graph, plan, labels)
+    return labels
 
 
 def _tensor_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     """Split weights and propagate."""
-    found = by_columns(graph, plan)
-    if found.failure is not None:
+    labels = by_columns(graph, plan)
+    if labels.failure is not None:
         _refuse(
             graph,
             plan,
-            found.failure.node,
+            labels.failure.node,
             ("it cannot read the shards that the previous ops return"),
         )
-    return found
+    return labels
 
 
-def _refuse_part(graph: TraceIndex, plan: Parallelism, found: SpreadLabels) -> NoReturn:
+def _refuse_part(graph: TraceIndex, plan: Parallelism, labels: SpreadLabels) -> NoReturn:
     """Raise the error for a node that cannot compute on a part of the sequence.
 
     It states which dim was taken for the sequence, and what the node reads.
     """
-    assert found.failure is not None, "a node refuses"
-    inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]
+    assert labels.failure is not None, "a node refuses"
+    inputs = [i for i in graph.trace.inputs if isinstance(labels.labels.get((i.node, 0)), Shard)]
     taken = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)
-    read = zip(graph.reads[found.failure.node], graph.calls[found.failure.node].inputs, strict=True)
+    read = zip(
+        graph.reads[labels.failure.node], graph.calls[labels.failure.node].inputs, strict=True
+    )
     parts = " and ".join(
         f"{tensor.shape} as {label}"
         for ref, tensor in read
-        if isinstance(label := found.labels.get(ref), Shard)
+        if isinstance(label := labels.labels.get(ref), Shard)
     )
     if all(len(i.shape) == 2 and i.dtype.is_floating_point for i in inputs):
         why = (
@@ -368,9 +370,9 @@ def _refuse_part(graph: TraceIndex, plan: Parallelism, found: SpreadLabels) -> N
             "remove the constraint, which is for inputs with a sequence; ddp(), fsdp() and"
             " tensor_parallel() shard other dims"
         )
-        _refuse(graph, plan, found.failure.node, f"{why}: it has {parts}", remedy)
+        _refuse(graph, plan, labels.failure.node, f"{why}: it has {parts}", remedy)
     split = f"the sequence ({taken}) is sharded, but it cannot compute on a shard of the sequence"
-    _refuse(graph, plan, found.failure.node, f"{split}: it reads {parts}")
+    _refuse(graph, plan, labels.failure.node, f"{split}: it reads {parts}")
 
 
 def _refuse(

@@ -221,7 +221,7 @@ class SearchRelaxation:
         """Solve the relaxation at the best balance, and search for plans over the columns that are
         cheap at each balance tried."""
         program, engine, phases = self.extra.program, self.extra.engine, self.extra.phases
-        found: Sifted | None = None
+        best: Sifted | None = None
         likely = (self.proven.relaxed.balance, self.request.likely)
         known = next((balance for balance in likely if balance != COMPUTE_BOUND), None)
         # Near the first vertex, and far from it.
@@ -230,16 +230,16 @@ class SearchRelaxation:
         for at in sift_balances(
             program, engine, live, self.extra.excess, phases, first, self._learn_mixture
         ):
-            found = at if found is None or at.point.bound > found.point.bound else found
+            best = at if best is None or at.point.bound > best.point.bound else best
             self.proven.learn(at.point, at.balance, _last_duals(at.point, rows))
             if not self.plans.is_close():
                 self.climb.over(self.extra.with_excess(at.columns))
             if self.plans.may_end() or (self.plans.is_close() and self._is_enough_when_close):
                 break
-        if found is not None:
-            self.point = found.point
-            live.reprice(engine.costs(program.costs(found.balance)))
-        return None if found is None else found.point
+        if best is not None:
+            self.point = best.point
+            live.reprice(engine.costs(program.costs(best.balance)))
+        return None if best is None else best.point
 
     @property
     def _is_enough_when_close(self) -> bool:

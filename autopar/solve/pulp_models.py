@@ -323,13 +323,13 @@ def to_pulp(
         columns: name of a column → name to use instead.
         rows: names of the rows; the model has none.
     """
-    made = pulp.LpProblem("autopar", pulp.LpMinimize)
+    pulp_model = pulp.LpProblem("autopar", pulp.LpMinimize)
     names = [c.name if columns is None else columns[c.name] for c in model.columns]
     kinds = [pulp.LpBinary if c.integer else pulp.LpContinuous for c in model.columns]
     variables = [
-        made.add_variable(name, 0, 1, kind) for name, kind in zip(names, kinds, strict=True)
+        pulp_model.add_variable(name, 0, 1, kind) for name, kind in zip(names, kinds, strict=True)
     ]
-    made += pulp.LpAffineExpression(
+    pulp_model += pulp.LpAffineExpression(
         [(variable, cost) for variable, cost in zip(variables, model.costs, strict=True) if cost]
     )
     sides = zip(itertools.pairwise(model.starts), model.lower, model.upper, strict=True)
@@ -344,8 +344,10 @@ def to_pulp(
             else pulp.LpConstraintGE
         )
         side = lower if math.isinf(upper) else upper
-        made.addConstraint(pulp.LpConstraint(terms, sense, None if rows is None else rows[i], side))
-    return made
+        pulp_model.addConstraint(
+            pulp.LpConstraint(terms, sense, None if rows is None else rows[i], side)
+        )
+    return pulp_model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,9 +401,9 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
     for phase, name in enumerate(PHASES):
         excess.add(phase, objective_s)
         names.append(_name("hidden", name))
-    made = to_pulp(program.model, _column_names(program, keys), names)
+    pulp_model = to_pulp(program.model, _column_names(program, keys), names)
     try:
-        made.writeLP(str(path), max_length=_MOST)
+        pulp_model.writeLP(str(path), max_length=_MOST)
     except OSError as error:
         raise AutoparError(
             f"cannot write the program: {error.strerror}", where=str(path), remedy="check the path"
@@ -410,11 +412,11 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
 
 def _name(unique: str, *words: object) -> str:
     """Return the unique part and the words, shortened to the largest number of characters."""
-    said = re.sub(r"[^A-Za-z0-9_.]", "_", ".".join(str(word) for word in words))
+    text = re.sub(r"[^A-Za-z0-9_.]", "_", ".".join(str(word) for word in words))
     room = _MOST - len(unique) - 1
-    if len(said) > room:
-        said = f"{said[: room // 2 - 1]}__{said[len(said) - (room - room // 2 - 1) :]}"
-    return f"{unique}.{said}" if said else unique
+    if len(text) > room:
+        text = f"{text[: room // 2 - 1]}__{text[len(text) - (room - room // 2 - 1) :]}"
+    return f"{unique}.{text}" if text else unique
 
 
 def _column_names(program: Formulation, keys: list[RowKey]) -> dict[str, str]:

@@ -46,9 +46,9 @@ def _idle(problem: Problem, recomputed: Mapping[int, int], evaluation: Evaluatio
         value = problem.values[problem.variants[v].value]
         if value.op in idle:
             layouts = problem.ops[value.op].strategies[recomputed[value.op]].layouts
-            made = value.graph.index[layouts.outputs[value.result]]
+            layout = value.graph.index[layouts.outputs[value.result]]
             read = {arc.src for arc in moves.arcs} | set(moves.wanted)
-            if made in read and not {made, value.stored_version(made)}.intersection(
+            if layout in read and not {layout, value.stored_version(layout)}.intersection(
                 evaluation.kept[v]
             ):
                 idle.discard(value.op)
@@ -80,12 +80,12 @@ def solve(
         InfeasibleError: if no plan fits the budget; the error states the smallest sufficient
             budget.
     """
-    found = choices_or_least(SearchRequest(problem, gap, max_nodes, time_limit_s), solver=solver)
-    if isinstance(found, Solution):
-        return found
-    assert isinstance(found, Least), "a search for whole decisions returns no fractions"
-    would_do = f", {size_text(found.size_bytes)} is sufficient" if found.choices else ""
-    needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
+    result = choices_or_least(SearchRequest(problem, gap, max_nodes, time_limit_s), solver=solver)
+    if isinstance(result, Solution):
+        return result
+    assert isinstance(result, Least), "a search for whole decisions returns no fractions"
+    would_do = f", {size_text(result.size_bytes)} is sufficient" if result.choices else ""
+    needed = f"at least {size_text(result.bound_bytes)} is needed{would_do}"
     raise shortage(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}")
 
 
@@ -119,25 +119,25 @@ def choices_or_least(
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
     if solver.lower() != LIVE:
-        found = _Searched(solve_modelled(problem, solver, request.gap, request.time_limit_s))
+        result = _Searched(solve_modelled(problem, solver, request.gap, request.time_limit_s))
     else:
         known = quick(problem, request.gap)
-        found = _search(replace(request, known=known), bound_only=bound_only)
-    if isinstance(found.answer, Solution):
-        return without_idle(problem, found.answer)
-    if found.answer is not None:
-        return found.answer
+        result = _search(replace(request, known=known), bound_only=bound_only)
+    if isinstance(result.answer, Solution):
+        return without_idle(problem, result.answer)
+    if result.answer is not None:
+        return result.answer
     time_limit_s = math.inf if request.waits else request.time_limit_s
-    least = least_budget(problem, time_limit_s, bound_only=bound_only and found.infeasible)
+    least = least_budget(problem, time_limit_s, bound_only=bound_only and result.infeasible)
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
     return replace(
         least.choices,
-        bound_s=min(found.bound_s, least.choices.objective_s),
+        bound_s=min(result.bound_s, least.choices.objective_s),
         free_bound_s=0.0,
         solver=solver.lower(),
-        multipliers=found.multipliers,
+        multipliers=result.multipliers,
     )
 
 

@@ -312,9 +312,9 @@ class _ChosenVariant:
         problem, value, (strategies, recomputed) = self.problem, self.value, self.chosen
         uses = problem.variants[self.v].uses
         later = [u for u in uses if u.phase != value.phase]
-        again = [u for u in uses if u.phase == value.phase and u.again and u.op in recomputed]
+        repeated = [u for u in uses if u.phase == value.phase and u.again and u.op in recomputed]
         wanted, awaited = _layouts_wanted(problem, value.graph, later, strategies)
-        wanted_again, awaited_again = _layouts_wanted(problem, value.graph, again, recomputed)
+        wanted_again, awaited_again = _layouts_wanted(problem, value.graph, repeated, recomputed)
         resident, remade = set[int](), set[int]()
         if value.resident:
             resident.add(_layout_made(problem, value, strategies[value.op]))

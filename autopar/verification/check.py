@@ -208,16 +208,18 @@ def _floors(
     }
 
 
-def _describe_difference(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
+def _describe_difference(
+    phase: str, node: fx.Node, layout: Layout, difference: str, summary: str
+) -> str:
     operands = [n for n in node.all_input_nodes if "holds" in n.meta or n.target is from_bucket]
     reads = ", ".join(
         f"{node_name(n)} as {n.meta['holds'][1]}" if "holds" in n.meta else node_name(n)
         for n in operands
     )
-    again = " (run again in backward)" if node.meta.get("recomputed") else ""
+    note = " (run again in backward)" if node.meta.get("recomputed") else ""
     return (
         "the program computes a different value from the model; the first node that differs is"
-        f" {node_name(node)} in {phase}{again}\n  its layout is {layout}, and {told}\n  its"
+        f" {node_name(node)} in {phase}{note}\n  its layout is {layout}, and {difference}\n  its"
         f" operands: {reads or 'none'}\n  {summary}"
     )
 

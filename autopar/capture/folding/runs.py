@@ -62,16 +62,16 @@ def facts_outside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[
 def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of integer facts that equal the position of the layer plus a constant."""
     names = dict.fromkeys(name for fact in facts for name in fact)
-    found = []
+    counter_names = []
     for name in names:
-        held = [(position, fact[name]) for position, fact in enumerate(facts) if name in fact]
+        values = [(position, fact[name]) for position, fact in enumerate(facts) if name in fact]
         if (
-            len(held) > 1
-            and all(type(value) is int for _, value in held)
-            and len({value - position for position, value in held}) == 1
+            len(values) > 1
+            and all(type(value) is int for _, value in values)
+            and len({value - position for position, value in values}) == 1
         ):
-            found.append(name)
-    return found
+            counter_names.append(name)
+    return counter_names
 
 
 def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequence[str]) -> str:
@@ -202,7 +202,7 @@ def outside_layers(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iter
 def configurations(model: nn.Module) -> list[Any]:
     """Return the ``config`` attributes of modules and the configurations nested in them
     (``text_config``), each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [
         value
         for module in model.modules()
@@ -211,10 +211,14 @@ def configurations(model: nn.Module) -> list[Any]:
     ]
     while waiting:
         config = waiting.pop()
-        if id(config) not in found and hasattr(config, "__dict__") and not isinstance(config, type):
-            found[id(config)] = config
+        if (
+            id(config) not in configs
+            and hasattr(config, "__dict__")
+            and not isinstance(config, type)
+        ):
+            configs[id(config)] = config
             waiting += [value for name, value in vars(config).items() if "config" in name]
-    return list(found.values())
+    return list(configs.values())
 
 
 KEPT_FIRST, KEPT_LAST = (
@@ -340,17 +344,17 @@ class _Search:
 
     def within(self, module: nn.Module, path: str) -> bool:
         """Search a module and its children; return whether there are runs."""
-        found = isinstance(module, LISTS) and self._search_modules(
+        has_runs = isinstance(module, LISTS) and self._search_modules(
             _members(module, path), with_lists=True
         )
-        if not found:
-            found = any(
+        if not has_runs:
+            has_runs = any(
                 [
                     self.within(child, _join_path(path, name))
                     for name, child in module.named_children()
                 ]
             )
-        return found or (not has_no_forward(module) and self._search_levels(module, path))
+        return has_runs or (not has_no_forward(module) and self._search_levels(module, path))
 
     def _search_levels(self, module: nn.Module, path: str) -> bool:
         """Search the modules of each depth below `module`, except those of long lists, which were
@@ -408,29 +412,29 @@ class _Search:
             positions.sort(key=lambda i: self.order[layers[i][1]])  # type: ignore[index]
         paths = tuple(layers[position][0] for position in positions)
         spans = _best([keys[position] for position in positions], 0, len(keys))
-        found = [
+        runs = [
             Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period)
             for span, period in spans
         ]
-        found = [run for run in found if run.num_units >= least_units]
-        self.runs += found
-        return "" if found else difference(facts, keys, [path for path, _ in layers])
+        runs = [run for run in runs if run.num_units >= least_units]
+        self.runs += runs
+        return "" if runs else difference(facts, keys, [path for path, _ in layers])
 
 
 def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[Named]:
     """Return the children of a module; a list without a forward is replaced by its members, or
     omitted if it is long and `skip_long` is set."""
-    found: list[Named] = []
+    members: list[Named] = []
     for name, child in module._modules.items():
         if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
             continue
         inner = _join_path(path, name)
-        found += (
+        members += (
             _members(child, inner, skip_long=skip_long)
             if has_no_forward(child)
             else [(inner, child)]
         )
-    return found
+    return members
 
 
 def _is_long(module: nn.Module) -> bool:

@@ -222,14 +222,14 @@ class UncutSolution:
         return tuple(self.on[kind].units for kind in self.kinds)
 
 
-def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[str, Layout]:
+def crossing_layouts(whole: UncutSolution, part: Trace, cut: Cut) -> Mapping[str, Layout]:
     """Choose the layout of each crossing value: the layout with the fewest bytes among those that
     the plan of the whole model uses, on the devices of the sending stage.
 
     Args:
         whole: the plans without stages.
         part: the trace of these plans.
-        made: the stages of the trace, and the values that cross between them.
+        cut: the stages of the trace, and the values that cross between them.
 
     Returns:
         Key of the value → layout, without values inside a cluster of the whole model.
@@ -238,8 +238,8 @@ def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[st
     variants = [
         {name: v for v, refs in enumerate(on.priced.refs) for name, _ in refs} for on in whole.on
     ]
-    found: dict[str, Layout] = {}
-    for boundary, kind in zip(made.boundaries, whole.kinds, strict=False):
+    layouts: dict[str, Layout] = {}
+    for boundary, kind in zip(cut.boundaries, whole.kinds, strict=False):
         on = whole.on[kind]
         for name in boundary.values:
             v = variants[kind].get(name)
@@ -253,8 +253,8 @@ def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[st
                 if not graph.layouts[n].has_partial and not graph.layouts[n].special
             ]
             if plain:
-                found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
-    return found
+                layouts[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
+    return layouts
 
 
 def check_order(whole: Trace, mesh: Mesh, num: int, pipelined: Pipelined) -> None:

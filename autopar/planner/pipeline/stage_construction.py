@@ -117,14 +117,14 @@ def solve_uncut(
                 request.microbatching.num,
                 None if request.pipelined.cuts is None else request.cuts(points),
             )
-            found = _over_cuts(request, [alone.priced for alone in on], each[0], sewn, ways)
+            proof = _over_cuts(request, [alone.priced for alone in on], each[0], sewn, ways)
         on = [
             replace(alone, multipliers=multipliers)
-            for alone, multipliers in zip(on, found.multipliers, strict=True)
+            for alone, multipliers in zip(on, proof.multipliers, strict=True)
         ]
         least, closer = (
-            _add_output_broadcast(found.least, request.output_broadcast_s),
-            lambda factor: _add_output_broadcast(found.closer(factor), request.output_broadcast_s),
+            _add_output_broadcast(proof.least, request.output_broadcast_s),
+            lambda factor: _add_output_broadcast(proof.closer(factor), request.output_broadcast_s),
         )
     if limit_s <= least.step_s < math.inf:  # infinite if there are fewer units than stages
         raise TooSlow(least.step_s)
@@ -254,18 +254,18 @@ class StagedSearch:
         tried = {first}
         for _ in range(_ROUNDS if request.pipelined.cuts is None and request.num_stages > 1 else 0):
             ways = choice.ways(reweigh_units(whole.units, first, best.times))
-            again = next(
+            further = next(
                 (cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None
             )
-            if again is None or request.options.is_late:
+            if further is None or request.options.is_late:
                 break
-            tried.add(again)
+            tried.add(further)
             try:
-                other = self._plan_stages(whole, again)
+                other = self._plan_stages(whole, further)
             except InfeasibleError:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
-                first, best = again, other
+                first, best = further, other
         return join_stages(request, whole, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
@@ -288,11 +288,13 @@ class StagedSearch:
                 return cuts, self._plan_stages(whole, cuts)
             except InfeasibleError:
                 tried.add(cuts)
-                again = choice.others(whole.units, self._lacking)
-                again = None if again is None else next(self._legal_among(whole, [again]), None)
-                if again is None or again in tried:
+                further = choice.others(whole.units, self._lacking)
+                further = (
+                    None if further is None else next(self._legal_among(whole, [further]), None)
+                )
+                if further is None or further in tried:
                     raise
-                cuts = again
+                cuts = further
 
     def _legal(self, whole: UncutSolution, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Return these cuts, or the nearest legal cuts if the user requested none.
@@ -346,19 +348,19 @@ class StagedSearch:
             if request.pipelined.cuts is None
             else []
         )
-        found = []
+        plans = []
         for cuts in dict.fromkeys(self._legal_among(whole, ways)):
             try:
                 stages = self._plan_stages(whole, cuts)
             except InfeasibleError as error:
                 log.info("no low-memory plan with cuts before units %s: %s", cuts, error.what)
                 continue
-            found.append(
+            plans.append(
                 join_stages(
                     request, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock
                 )
             )
-        return prefer_fastest(found, needs)
+        return prefer_fastest(plans, needs)
 
     def _whole(self) -> UncutSolution:
         """Plan the whole model without stages (step 1)."""
@@ -369,37 +371,39 @@ class StagedSearch:
         request = self.request
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
-            made = cut_trace(request.part, positions)
-        layouts = crossing_layouts(whole, request.part, made)
+            cut = cut_trace(request.part, positions)
+        layouts = crossing_layouts(whole, request.part, cut)
         self.sharing = self._new_sharing()
-        found = self._all_stages(made, layouts)
-        while not (self.is_light or self.sharing.fits(found)):
-            found = self._all_stages(made, layouts, found)
-        return Stages(found, made, self.sharing)
+        plans = self._all_stages(cut, layouts)
+        while not (self.is_light or self.sharing.fits(plans)):
+            plans = self._all_stages(cut, layouts, plans)
+        return Stages(plans, cut, self.sharing)
 
     def _all_stages(
-        self, made: Cut, layouts: Mapping[str, Layout], before: Sequence[Planned] = ()
+        self, cut: Cut, layouts: Mapping[str, Layout], before: Sequence[Planned] = ()
     ) -> tuple[Planned, ...]:
         """Plan every stage within its budget.
 
         Args:
-            made: the stages.
+            cut: the stages.
             layouts: the layouts of crossing values.
             before: earlier plans. A plan is kept if the stage's budget has not changed, unless
                 stages share a parameter.
         """
         storage: dict[str, Layout] = dict(self.forced[0].storage)
-        found: list[Planned] = []
+        plans: list[Planned] = []
         refused: list[tuple[InfeasibleError, int]] = []
         self._lacking.clear()
-        for number, stage in enumerate(made.stages):
-            again = not before or made.shared or number in self.sharing.lowered
+        for number, stage in enumerate(cut.stages):
+            is_changed = not before or cut.shared or number in self.sharing.lowered
             here, crossing = (
                 replace(self.forced[number], storage=storage),
                 replace(self.request.crossing_of(number), layouts=layouts),
             )
             try:
-                planned = self._stage(stage, crossing, here, number) if again else before[number]
+                planned = (
+                    self._stage(stage, crossing, here, number) if is_changed else before[number]
+                )
             except InfeasibleError as error:
                 refused.append((error, self.sharing.budgets[number]))
                 self._lacking[number] = error.needed_bytes
@@ -409,13 +413,13 @@ class StagedSearch:
                 ):
                     raise  # ranks share their memory, or another pipeline may fit
                 continue
-            found.append(planned)
+            plans.append(planned)
             for tensor in planned.stage_program().parameters:
-                if tensor.name in made.shared:  # copies need equal storage for equal updates
+                if tensor.name in cut.shared:  # copies need equal storage for equal updates
                     storage[tensor.name] = tensor.layout
         if refused:
             raise neediest(refused)
-        return tuple(found)
+        return tuple(plans)
 
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, number: int) -> Planned:
         request = self.request
@@ -453,10 +457,10 @@ class StagedSearch:
         )
         search = PlannerLoop(emitter, price_groups, limit_s=self._stage_limit_s)
         try:
-            found = search.find_lightest() if self.is_light else search.find_best()
-            if found is None:
+            candidate = search.find_lightest() if self.is_light else search.find_best()
+            if candidate is None:
                 raise shortage("no low-memory plan found")
-            return finish_search(found, self.clock, request.options)
+            return finish_search(candidate, self.clock, request.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
         except TooSlow as error:

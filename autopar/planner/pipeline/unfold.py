@@ -174,18 +174,18 @@ class Instances:
     def _parameter(self, n: int, name: str, here: Ref) -> None:
         """Add a parameter. If several units hold it, each has an instance with a share of the
         gradient; a stage with several of these units counts it once."""
-        held, gradient = self.placing.holders[name], self._gradients.get(name)
+        units, gradient = self.placing.holders[name], self._gradients.get(name)
         operands = ((0, gradient),) if gradient else ()
-        if len(held) == 1:
-            self.found.append(Instance(n, held[0], operands, (here,)))
+        if len(units) == 1:
+            self.found.append(Instance(n, units[0], operands, (here,)))
             return
         self.hidden |= {ref for _, ref in operands}
         trained = {
             self.placing.stage[term.name] for term in self.placing.terms.get(name, ())
-        } or set(held)
+        } or set(units)
         self.found += [
             Instance(n, unit, (), (here,), False, True, (unit in trained) / len(trained))
-            for unit in held
+            for unit in units
         ]
 
     def _again(self, n: int, inside: bool) -> bool:
@@ -455,9 +455,9 @@ class Worths:
 
     @staticmethod
     def _at(layouts: Ints, num: int) -> NDArray[np.bool_]:
-        found = np.zeros(num, bool)
-        found[layouts] = True
-        return found
+        mask = np.zeros(num, bool)
+        mask[layouts] = True
+        return mask
 
 
 def _ends(graph: LayoutGraph) -> tuple[Ints, Ints]:
@@ -473,10 +473,10 @@ def _reachable(
     """Find the layouts that collectives reach from `start`; if `back`, those that reach `start`."""
     tails, heads = _ends(graph)
     tails, heads = (heads, tails) if back else (tails, heads)
-    found = start.copy()
-    while len(tails) and not found[heads[found[tails]]].all():
-        found[heads[found[tails]]] = True
-    return found
+    reached = start.copy()
+    while len(tails) and not reached[heads[reached[tails]]].all():
+        reached[heads[reached[tails]]] = True
+    return reached
 
 
 def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None:

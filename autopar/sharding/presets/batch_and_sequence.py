@@ -66,23 +66,23 @@ def read_otherwise(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
         graph: the trace and its dependencies.
         rows: node → row.
     """
-    found = _apart_on_free(graph, rows)
+    names = _apart_on_free(graph, rows)
     for name, row in rows.items():
-        made = (
+        pairs = (
             (label, rows[ref[0]].outputs[ref[1]])
             for ref, label in zip(graph.reads[name], row.inputs, strict=True)
             if ref[0] in rows
         )
-        if any(None not in (label, other) and label != other for label, other in made):
-            found.add(name)
-    return found
+        if any(None not in (label, other) and label != other for label, other in pairs):
+            names.add(name)
+    return names
 
 
 def _apart_on_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
     """Return the nodes that read a free tensor, such as a range of labels, only in placements in
     which it cannot be produced or earlier nodes cannot read it."""
-    found: set[str] = set()
-    read = _made_free(graph, rows)
+    names: set[str] = set()
+    read = _free_placements(graph, rows)
     for name, row in rows.items():
         free = [(i, ref) for i, ref in enumerate(graph.reads[name]) if row.inputs[i] is None]
         options = (
@@ -96,18 +96,18 @@ def _apart_on_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
             if together:
                 read[ref] = together
             else:
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
-def _made_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set[Placement]]:
+def _free_placements(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set[Placement]]:
     """Return tensor without a row → the placements in which it can be computed from its
     operands."""
-    made: dict[Ref, set[Placement]] = {}
+    placements: dict[Ref, set[Placement]] = {}
     for name, call in graph.calls.items():
         if name in rows:
             continue
-        given = [made.get(ref) for ref in graph.reads[name]]
+        given = [placements.get(ref) for ref in graph.reads[name]]
         options = offered_options(call)
         as_made = [
             o
@@ -115,8 +115,8 @@ def _made_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set
             if all(ways is None or p in ways for p, ways in zip(o.inputs, given, strict=True))
         ]
         for i in range(len(call.outputs)):
-            made[name, i] = {o.outputs[i] for o in as_made or options}
-    return made
+            placements[name, i] = {o.outputs[i] for o in as_made or options}
+    return placements
 
 
 class ContextWalk(Propagation):
@@ -129,26 +129,28 @@ class ContextWalk(Propagation):
     def run(self) -> SpreadLabels:
         """Walk, and add the nodes that read an operand in another placement than that in which it
         is produced."""
-        found = super().run()
-        found.apart |= read_otherwise(self.graph, found.rows)
-        return found
+        labels = super().run()
+        labels.apart |= read_otherwise(self.graph, labels.rows)
+        return labels
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
         option = super()._choose(node)
         if option is not None or node.name not in self.graph.on_parameters:
             return option
         options = self._options(node)
-        found = [
+        candidates = [
             o
             for o in options
             if any(isinstance(p, Shard) for p in o.outputs) and self._stays(node, o)
         ]
-        if not found and self.gathers:
-            found = [o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))]
+        if not candidates and self.gathers:
+            candidates = [
+                o for o in options if all(p == REPLICATE for p in (*o.inputs, *o.outputs))
+            ]
             self.result.gathering.add(node.name)
-        if not found:
+        if not candidates:
             return None
-        best = min(found, key=lambda o: self._gathered_elements(node, o))
+        best = min(candidates, key=lambda o: self._gathered_elements(node, o))
         self.result.apart.add(node.name)
         return best
 
@@ -159,9 +161,9 @@ class ContextWalk(Propagation):
         for i, placement in enumerate(option.outputs):
             if (
                 isinstance(placement, Partial)
-                and (like := gathered.get(self.graph.shape_of((node.name, i)))) is not None
+                and (label := gathered.get(self.graph.shape_of((node.name, i)))) is not None
             ):
-                self.labels[node.name, i] = like
+                self.labels[node.name, i] = label
                 self.result.apart.update(
                     user.name for user in node.users
                 )  # it is scattered before its readers
@@ -251,9 +253,9 @@ class SampleWalk(ContextWalk):
         for i, placement in enumerate(option.outputs):
             if (
                 placement == REPLICATE
-                and (like := lay.get(self.graph.shape_of((node.name, i)))) is not None
+                and (label := lay.get(self.graph.shape_of((node.name, i)))) is not None
             ):
-                self.labels[node.name, i] = like
+                self.labels[node.name, i] = label
                 self.result.apart.update(user.name for user in node.users)  # its readers slice it
 
 
@@ -284,25 +286,25 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     )
 
 
-def notes_on(plan: Parallelism, graph: TraceIndex, found: SpreadLabels) -> tuple[str, ...]:
+def notes_on(plan: Parallelism, graph: TraceIndex, labels: SpreadLabels) -> tuple[str, ...]:
     """Describe the effects of a plan of data parallelism that its name does not show.
 
     Args:
         plan: the named plan.
         graph: the trace and its dependencies.
-        found: the placements under the plan.
+        labels: the placements under the plan.
 
     Returns:
         A sentence that names the ops that gather samples, with ``*`` for layer indices; empty if
         there are none.
     """
-    if plan.sequence or not found.gathering:
+    if plan.sequence or not labels.gathering:
         return ()
-    nodes = (node for name, node in graph.nodes.items() if name in found.gathering)
+    nodes = (node for name, node in graph.nodes.items() if name in labels.gathering)
     names = dict.fromkeys(
         re.sub(r"\{\d+\}", "*", graph.pattern(node)).rsplit("/", 2)[0] for node in nodes
     )
-    uneven = f" ({found.uneven})" if found.uneven else ""
+    uneven = f" ({labels.uneven})" if labels.uneven else ""
     return (
         (
             f"{plan} gathers the batch for ops that cannot compute on a shard of it:"
@@ -375,13 +377,13 @@ def by_experts(
                 where=where_of(node),
                 remedy="use axes whose sizes divide the number of experts",
             )
-    found = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
+    labels = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
     left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
     while left:
         ref = left.pop()
-        found.weights.add(ref[0])
+        labels.weights.add(ref[0])
         left += [read for read in graph.reads.get(ref[0], ()) if graph.is_weight(read[0])]
-    return found
+    return labels
 
 
 class _ExpertWalk(SampleWalk):
@@ -398,9 +400,11 @@ class _ExpertWalk(SampleWalk):
         if node.target not in _WEIGHTS:
             return super()._choose(node)
         up = _WEIGHTS[node.target]
-        found = [o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS]
+        candidates = [
+            o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS
+        ]
         wanted = BY_EXPERTS if self.tokens == "dispatched" else REPLICATE
-        return next((o for o in found if o.inputs[up - 3] == wanted), None)
+        return next((o for o in candidates if o.inputs[up - 3] == wanted), None)
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         if node.target not in _WEIGHTS:

@@ -71,9 +71,9 @@ def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]
     if not any(product_of(graph, node) for node in graph.nodes.values()):
         raise nothing_to_split(plan, "the model has no linear layer to shard")
     walks = {side: _Side(graph, side) for side in SIDES[plan.kind or ""] if side is not None}
-    found = {side: walk.run() for side, walk in walks.items()}
+    labels = {side: walk.run() for side, walk in walks.items()}
     aside = dict.fromkeys(name for walk in walks.values() for name in walk.aside)
-    if aside and not any(spread.failure for spread in found.values()):
+    if aside and not any(spread.failure for spread in labels.values()):
         keys = dict.fromkeys(
             re.sub(r"(?<=\.)\d+(?=[./])", "*", graph.nodes[name].meta["key"]) for name in aside
         )
@@ -82,7 +82,7 @@ def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]
             plan,
             ", ".join(keys),
         )
-    return found
+    return labels
 
 
 class _Side(Propagation):
@@ -110,17 +110,19 @@ class _Side(Propagation):
     def run(self) -> SpreadLabels:
         """Walk, and add the nodes that read an operand in another placement than that in which it
         is produced."""
-        found = super().run()
-        for name, row in found.rows.items():
+        labels = super().run()
+        for name, row in labels.rows.items():
             pairs = [
-                (label, self._made_label(ref))
+                (label, self._produced_label(ref))
                 for ref, label in zip(self.graph.reads[name], row.inputs, strict=True)
             ]
-            if any(label is not None and made not in (None, label) for label, made in pairs):
-                found.apart.add(name)
-        return found
+            if any(
+                label is not None and produced not in (None, label) for label, produced in pairs
+            ):
+                labels.apart.add(name)
+        return labels
 
-    def _made_label(self, ref: Ref) -> Placement | None:
+    def _produced_label(self, ref: Ref) -> Placement | None:
         """Return the label in which a node produces a tensor; None without a row."""
         return self.result.rows[ref[0]].outputs[ref[1]] if ref[0] in self.result.rows else None
 
@@ -134,9 +136,9 @@ class _Side(Propagation):
             self._by_gradient,
             self._by_weight,
         ):
-            found = wanted(node, options)
-            if found:
-                return min(found, key=lambda o: self._cost(node, o))
+            candidates = wanted(node, options)
+            if candidates:
+                return min(candidates, key=lambda o: self._cost(node, o))
         best = min(options, key=lambda o: self._cost(node, o), default=None)
         if best is None or not self._moved_operands(node, best):
             return best
@@ -155,8 +157,10 @@ class _Side(Propagation):
             if isinstance(placement, Partial):
                 self.pending.add(ref)
                 self.labels[ref] = self._like_activation(node) or self._sum_label(node, option, i)
-            elif isinstance(placement, Shard) and (like := self._like_activation(node)) is not None:
-                self.labels[ref] = like
+            elif (
+                isinstance(placement, Shard) and (label := self._like_activation(node)) is not None
+            ):
+                self.labels[ref] = label
             elif len(option.outputs) == 1:
                 shape = self.graph.calls[node.name].outputs[i].shape
                 self.labels[ref] = next(
@@ -172,7 +176,7 @@ class _Side(Propagation):
         if node.target is operator.getitem:
             is_pending = reads[0] in self.pending
             return isinstance(option.inputs[0], Partial) == is_pending and (
-                is_pending or option.inputs[0] == self._made_label(reads[0])
+                is_pending or option.inputs[0] == self._produced_label(reads[0])
             )
         if not any(isinstance(p, Partial) for p in option.inputs):
             return True
@@ -324,12 +328,14 @@ class _Side(Propagation):
             if isinstance(o.outputs[0], Shard) and all(o.inputs[i] == REPLICATE for i in inputs)
         ]
 
-    def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
+    def _split_at_producer(
+        self, ref: Ref, label: Placement, reader: str
+    ) -> dict[str, AxisOption] | None:
         """Return the same as in `Propagation`. Partial sums and results of getitem do not
         change."""
         node = self.graph.nodes.get(ref[0])
         fixed = node is None or ref in self.pending or node.target is operator.getitem
-        return None if fixed else super()._made_split(ref, label, reader)
+        return None if fixed else super()._split_at_producer(ref, label, reader)
 
     def _find_blamed_sources(self, node: fx.Node) -> frozenset[str]:
         return frozenset()
@@ -346,8 +352,8 @@ def _row_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
     return next(
         (
             p
-            for x, p, made in _splits_of_weight(graph, node)
-            if isinstance(x, Shard) and isinstance(made, Partial)
+            for x, p, result in _splits_of_weight(graph, node)
+            if isinstance(x, Shard) and isinstance(result, Partial)
         ),
         None,
     )

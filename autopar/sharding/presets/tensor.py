@@ -78,23 +78,23 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     )
     while True:
         columns = {n.name: Shard(dims[0]) for n in nodes if (dims := tried.dims[graph.pattern(n)])}
-        found = spread(graph, Policy({}, tried.tables, columns))
-        failure = found.failure
+        labels = spread(graph, Policy({}, tried.tables, columns))
+        failure = labels.failure
         if failure is not None:
             if not _try_next(graph, nodes, tried, failure.sources, failure.node):
-                return found
+                return labels
         else:
             ends = frozenset(
                 graph.pattern(n)
                 for n in nodes
-                if n.name in columns and not _is_consumed_split(graph, n, found)
+                if n.name in columns and not _is_consumed_split(graph, n, labels)
             )
             if not _try_next(graph, nodes, tried, ends, ""):
                 break
-    if not found.contracted:
+    if not labels.contracted:
         raise nothing_to_split(plan, "no chain of linear layers can be sharded")
     _warn_of_replicated(graph, plan, tried.whole)
-    return found
+    return labels
 
 
 def _warn_of_replicated(graph: TraceIndex, plan: Parallelism, whole: Mapping[str, str]) -> None:
@@ -166,7 +166,7 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
     unless a loss by rows reads them whole. Weights of experts are split over the features between
     their two linears.
     """
-    found: dict[Ref, Placement] = {}
+    tables: dict[Ref, Placement] = {}
     whole = {
         graph.reads[name][1]
         for name, node in graph.nodes.items()
@@ -174,7 +174,7 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
     }
     for node in graph.nodes.values():
         if node.target is ops.experts:
-            found |= dict.fromkeys(graph.reads[node.name][3:5], Shard(2))
+            tables |= dict.fromkeys(graph.reads[node.name][3:5], Shard(2))
         if node.target is ops.embedding and node.meta["phase"] == "forward":
             table, ids = graph.reads[node.name][:2]
             rows, columns = graph.calls[node.name].inputs[0].shape
@@ -184,23 +184,23 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
                 and rows > columns
                 and table not in whole
             ):
-                found[table] = Shard(0)
-    return found
+                tables[table] = Shard(0)
+    return tables
 
 
-def _is_consumed_split(graph: TraceIndex, node: fx.Node, found: SpreadLabels) -> bool:
+def _is_consumed_split(graph: TraceIndex, node: fx.Node, labels: SpreadLabels) -> bool:
     """Return whether the split result of a product is contracted, or read by a cross entropy with
     more classes than features."""
-    if found.labels.get((node.name, 0)) == REPLICATE:
+    if labels.labels.get((node.name, 0)) == REPLICATE:
         return True  # a product by rows, or a whole one
     pattern = graph.pattern(node)
-    if pattern in found.contracted:
+    if pattern in labels.contracted:
         return True
     features, classes = (
         graph.calls[node.name].inputs[0].shape[-1],
         graph.calls[node.name].outputs[0].shape[-1],
     )
-    return pattern in found.scored and classes > features
+    return pattern in labels.scored and classes > features
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
         raise nothing_to_split(
             plan, "no input has a sequence dim (dim 1) to shard", "sequence=True"
         )
-    found = beside_chains(graph, chains, along)
+    labels = beside_chains(graph, chains, along)
     whole = [
         i.path
         for i in graph.trace.inputs
@@ -253,7 +253,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
     nodes = [
         node
         for name, node in graph.nodes.items()
-        if name in found.gathering and node.meta["phase"] == "forward"
+        if name in labels.gathering and node.meta["phase"] == "forward"
     ]
     if nodes:
         keys = dict.fromkeys(re.sub(r"\{\d+\}", "*", graph.pattern(node)) for node in nodes)
@@ -262,7 +262,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
             plan,
             ", ".join(keys),
         )
-    return found
+    return labels
 
 
 def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) -> SpreadLabels:
@@ -329,34 +329,34 @@ _SOFTMAX = frozenset((torch.ops.aten._softmax.default, torch.ops.aten._safe_soft
 def around_softmax(trace: Trace) -> frozenset[str]:
     """Return the names of the forward nodes from the scores of attention up to their product with
     the values, and of attention as one op."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in trace.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] != "forward":
             continue
         if node.target in (ops.attention, ops.flex_attention):
-            found |= {
+            names |= {
                 node.name,
                 *(user.name for user in node.users if user.target is operator.getitem),
             }
         elif node.target in _SOFTMAX:
             before, after = _reach(node, backwards=True), _reach(node, backwards=False)
             if any(n.target in HEADS for n in before) and any(n.target in HEADS for n in after):
-                found |= {n.name for n in (*before, *(n for n in after if n.target not in HEADS))}
-    return frozenset(found)
+                names |= {n.name for n in (*before, *(n for n in after if n.target not in HEADS))}
+    return frozenset(names)
 
 
 def _reach(start: fx.Node, *, backwards: bool) -> list[fx.Node]:
     """Return the node and its forward neighbours with as many elements, up to and including
     products."""
-    found, stack = {start: None}, [start]
+    nodes, stack = {start: None}, [start]
     while stack:
         node = stack.pop()
         for other in _next(node, backwards):
-            if other not in found:
-                found[other] = None
+            if other not in nodes:
+                nodes[other] = None
                 if other.target not in HEADS:
                     stack.append(other)
-    return list(found)
+    return list(nodes)
 
 
 def _next(node: fx.Node, backwards: bool) -> Iterable[fx.Node]:
