@@ -235,7 +235,7 @@ def _is_own(module: types.ModuleType, name: str, line: int) -> bool:
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     codes = [
         code
-        for each in _unwrapped(found)
+        for each in _wrapped_values(found)
         if isinstance(code := getattr(each, "__code__", None), types.CodeType)
     ]
     if any(origin_of_file(code.co_filename) == "user" for code in codes):
@@ -243,12 +243,12 @@ def _is_own(module: types.ModuleType, name: str, line: int) -> bool:
     return any((code.co_firstlineno, code.co_qualname) == (line, name) for code in codes)
 
 
-def _unwrapped(found: Any) -> Iterator[Any]:
+def _wrapped_values(value: Any) -> Iterator[Any]:
     """Yield a value and the values that it wraps, from the outermost to the innermost."""
-    while found is not None:
-        yield found
-        inner = (getattr(found, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
-        found = next((each for each in inner if each is not None), None)
+    while value is not None:
+        yield value
+        inner = (getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
+        value = next((each for each in inner if each is not None), None)
 
 
 def user_code_in(module: types.ModuleType) -> str:

@@ -244,7 +244,7 @@ class Walk:
         self._class_of(value)
         self._items(object_state(value), lenient)
 
-    def _derived(self, value: Any, lenient: bool) -> None:
+    def _derived_atom(self, value: Any, lenient: bool) -> None:
         """Hash a string or number of a derived class that is defined in Python."""
         self._class_of(value)
         base = next(kind for kind in (str, bytes, int, float) if isinstance(value, kind))
@@ -429,7 +429,7 @@ class Walk:
         self._value(method.__func__, lenient)
         self._value(method.__self__, lenient)
 
-    def _wrapped(self, value: Any, lenient: bool) -> None:
+    def _wrapped_function(self, value: Any, lenient: bool) -> None:
         self._token(type(value).__name__)
         self._value(value.__func__, lenient)
 
@@ -463,7 +463,7 @@ _HANDLERS: tuple[tuple[Any, Any], ...] = (
     (type, Walk._class),
     (Enum, Walk._enum),
     (types.MethodType, Walk._method),
-    ((staticmethod, classmethod), Walk._wrapped),
+    ((staticmethod, classmethod), Walk._wrapped_function),
     (property, Walk._property),
     (functools.partial, Walk._partial),
     (types.ModuleType, Walk._python_module),
@@ -472,7 +472,7 @@ _HANDLERS: tuple[tuple[Any, Any], ...] = (
 )
 _BASES: dict[type, Any] = {
     object: Walk._object,
-    **dict.fromkeys((str, bytes, int, float), Walk._derived),
+    **dict.fromkeys((str, bytes, int, float), Walk._derived_atom),
     **dict.fromkeys((dict, OrderedDict, types.MappingProxyType), Walk._mapping),
     **dict.fromkeys((list, tuple), Walk._sequence),
     **dict.fromkeys((set, frozenset), Walk._set),

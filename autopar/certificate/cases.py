@@ -41,7 +41,7 @@ def ruled_out_by_case(
             case has two conditions on one op and axis, or if the cases do not cover all choices.
     """
     ops = {keys_of(priced, n)[0][0]: n for n in range(len(priced.problem.ops))}
-    read = [_read(case, ops, num_axes) for case in cases]
+    read = [_read_conditions(case, ops, num_axes) for case in cases]
     missing = _find_uncovered(read, {})
     if missing is not None:
         raise UnprovenCases(
@@ -59,7 +59,7 @@ def ruled_out_by_case(
     return found
 
 
-def _read(case: ProofCase, ops: Mapping[str, int], num_axes: int) -> Conditions:
+def _read_conditions(case: ProofCase, ops: Mapping[str, int], num_axes: int) -> Conditions:
     for c in case.conditions:
         if c.node not in ops:
             raise UnprovenCases(
@@ -69,10 +69,10 @@ def _read(case: ProofCase, ops: Mapping[str, int], num_axes: int) -> Conditions:
             raise UnprovenCases(
                 f"a condition names axis {c.axis}, but the mesh has {num_axes} axes"
             )
-    found = {(c.node, c.axis): c.is_whole for c in case.conditions}
-    if len(found) < len(case.conditions):
+    conditions = {(c.node, c.axis): c.is_whole for c in case.conditions}
+    if len(conditions) < len(case.conditions):
         raise UnprovenCases("a case has two conditions on one op and axis")
-    return found
+    return conditions
 
 
 def _find_uncovered(cases: Sequence[Conditions], met: Conditions) -> Conditions | None:

@@ -214,7 +214,7 @@ def _gather(
         phase.get(each, layout, node.meta["key"])
         for each, layout in zip(refs, layouts, strict=True)
     ]
-    args = (*operands[:2], node.args[0], operand, _chunked(step))
+    args = (*operands[:2], node.args[0], operand, _chunked_axis(step))
     both = _call(
         phase,
         fused.all_gather_matmul,
@@ -254,7 +254,7 @@ def _scatter(
         phase.get(ref, layout, product.meta["key"])
         for ref, layout in zip(refs, strategy.inputs, strict=True)
     ]
-    args = (*operands[:2], addend, product.args[0], _chunked(step))
+    args = (*operands[:2], addend, product.args[0], _chunked_axis(step))
     here = _call(
         phase,
         fused.matmul_reduce_scatter,
@@ -269,7 +269,7 @@ def _scatter(
     phase.define((node.name, 0), step.target, here)
 
 
-def _chunked(step: Communication) -> fused.ChunkedAxis:
+def _chunked_axis(step: Communication) -> fused.ChunkedAxis:
     """Return the dim and axis of a kernel's collective, and the number of chunks."""
     c = step.collective
     return fused.ChunkedAxis(c.dim, c.axis, _kernel(step).num_chunks)
@@ -308,7 +308,7 @@ def _norm(
     weight = phase.get(
         (scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"]
     )
-    args = (a, b, residual, weight, product.args[0], _chunked(step), RmsNorm(*settings))
+    args = (a, b, residual, weight, product.args[0], _chunked_axis(step), RmsNorm(*settings))
     here = _call(phase, fused.matmul_reduce_add_rmsnorm, args, product, refs[place], step)
     here.meta["kernel"] = replace(
         here.meta["kernel"], others=tuple(made.meta["key"] for made in after)

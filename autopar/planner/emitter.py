@@ -101,7 +101,7 @@ class Emitter:
         """
         if self.options.is_over:
             return candidate
-        return self._ordering(candidate).fastest(candidate)
+        return self._ordering_for(candidate).fastest(candidate)
 
     def order_within(self, candidate: Candidate, limit_s: float) -> Candidate | None:
         """Order the communications of a candidate that fits, if its step can be below a limit.
@@ -115,9 +115,9 @@ class Emitter:
         """
         if self.options.is_over:
             return candidate
-        return self._ordering(candidate).fastest_within(candidate, limit_s)
+        return self._ordering_for(candidate).fastest_within(candidate, limit_s)
 
-    def _ordering(self, candidate: Candidate) -> Ordering:
+    def _ordering_for(self, candidate: Candidate) -> Ordering:
         over = partial(getattr, self.options, "is_over")
         measures = self.peaks.peak_bytes, self.peaks.by_node
         return Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)

@@ -387,7 +387,7 @@ class Case:
                     drawn,
                     watch,
                     own_eps,
-                    self._uncompiled(),
+                    self._without_compilation(),
                 ):  # `watch` does not see the ops within draws
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
@@ -413,7 +413,7 @@ class Case:
             )
         return results, watch.found
 
-    def _uncompiled(self) -> AbstractContextManager[None]:
+    def _without_compilation(self) -> AbstractContextManager[None]:
         """Let code that the model compiles around flex attention run uncompiled. Then it has
         gradients on CPUs too."""
         calls = any(node.target is ops.flex_attention for node in self.trace.graph.nodes)

@@ -118,9 +118,9 @@ def diagnose(case: Case, summary: str) -> None:
             error = relative_error(
                 join(locals, layout, mesh, reference.shape, limit), reference, floors[name]
             )
-            told = f"its relative error is {error:.2e}"
+            difference = f"its relative error is {error:.2e}"
         except (VerificationError, LayoutError, RuntimeError) as failure:
-            error, told = float("inf"), str(failure)
+            error, difference = float("inf"), str(failure)
         if error > limit:
             _refuse_undetermined(
                 traced[name],
@@ -136,7 +136,7 @@ def diagnose(case: Case, summary: str) -> None:
                 ),
             )
             raise VerificationError(
-                _describe_difference(phase, node, layout, told, summary),
+                _describe_difference(phase, node, layout, difference, summary),
                 where=where_of(node),
                 remedy=_REMEDY,
             )

@@ -296,12 +296,12 @@ class Run:
     def others(self, unit: int) -> tuple[Run, ...]:
         """Return the runs to try if unit `unit` differs from the others: the same layers with a
         unit per parent module, or the units before and after `unit`."""
-        held = [
+        unit_sizes = [
             len(list(group))
             for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])
         ]
-        if self.period < held[0] <= _MAX_PERIOD and len(set(held)) == 1:
-            return _worthwhile((replace(self, period=held[0]),))
+        if self.period < unit_sizes[0] <= _MAX_PERIOD and len(set(unit_sizes)) == 1:
+            return _worthwhile((replace(self, period=unit_sizes[0]),))
         pieces = self.layers[: unit * self.period], self.layers[(unit + 1) * self.period :]
         return _worthwhile(replace(self, layers=layers) for layers in pieces)
 
