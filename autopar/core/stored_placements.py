@@ -172,8 +172,11 @@ def _check_interleaved(result: Sequence[Placement], layout: Layout) -> None:
 def storable(
     shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether a parameter can rest in this layout as a DTensor; arguments as for
-    `stored_placements`."""
+    """Return whether a parameter can be stored in a layout as a DTensor.
+
+    Args:
+        shape, view, layout, mesh_shape: as in `stored_placements`.
+    """
     try:
         stored_placements(shape, view, layout, mesh_shape)
     except LayoutError:

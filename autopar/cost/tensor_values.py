@@ -84,8 +84,15 @@ class OpTables:
     def add_reader(
         self, ref: Ref, op: int, operand: int, phase: Phase, *, again: bool = True
     ) -> None:
-        """Record that an op reads a tensor. `again` states whether its recomputation reads it,
-        too."""
+        """Record that an op reads a tensor.
+
+        Args:
+            ref: the tensor.
+            op: index of the op.
+            operand: position of the tensor among its operands.
+            phase: the phase in which the op runs.
+            again: whether its recomputation reads the tensor, too.
+        """
         self.readers.setdefault(ref, []).append(Use(op, operand, phase, again))
 
     def uses(self, ref: Ref) -> tuple[Use, ...]:

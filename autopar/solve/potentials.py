@@ -130,7 +130,11 @@ class GroupArcs:
     def of(
         tails: Ints, heads: Ints, costs: Floats, weights: Floats, sizes: Floats, most_s: Floats
     ) -> GroupArcs:
-        """Return the collectives sorted by their heads."""
+        """Sort the collectives by their heads.
+
+        Args:
+            tails, heads, costs, weights, sizes, most_s: the attributes, in any order.
+        """
         order = np.argsort(heads, kind="stable")
         tails, heads = tails[order], heads[order]
         by_tail = np.argsort(tails, kind="stable")
