@@ -17,12 +17,12 @@ def autocast_around(device_type: str) -> str:
     Args:
         device_type: kind of device that the description need not name.
     """
-    found = [
+    settings = [
         f"autocast to {torch.get_autocast_dtype(k)}" + f" of {k}" * (k != device_type)
         for k in KINDS
         if torch.is_autocast_enabled(k)
     ]
-    return " and ".join(found) or "no autocast"
+    return " and ".join(settings) or "no autocast"
 
 
 @contextmanager

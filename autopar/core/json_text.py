@@ -57,11 +57,11 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: if a key occurs twice. `json.loads` would use the last value.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    data = dict(pairs)
+    if len(data) < len(pairs):
         twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
         raise ValueError(f"the key {twice!r:.80} occurs twice in one object")
-    return found
+    return data
 
 
 def _check_texts(data: Any, without: re.Pattern[str]) -> None:
@@ -81,8 +81,8 @@ def _check_texts(data: Any, without: re.Pattern[str]) -> None:
     if isinstance(data, list):
         for value in data:
             _check_texts(value, without)
-    elif isinstance(data, str) and (found := without.search(data)):
-        raise ValueError(f"the text {data!a:.80} contains the control character {found[0]!a}")
+    elif isinstance(data, str) and (match := without.search(data)):
+        raise ValueError(f"the text {data!a:.80} contains the control character {match[0]!a}")
 
 
 def _check_depth(text: str) -> None:
@@ -95,10 +95,10 @@ def _check_depth(text: str) -> None:
         ValueError: if more than `MOST_LEVELS` lists and objects are open at once.
     """
     depth = 0
-    for found in _TEXT_OR_BRACKET.finditer(text):
-        depth += _STEPS.get(found[0], 0)
+    for match in _TEXT_OR_BRACKET.finditer(text):
+        depth += _STEPS.get(match[0], 0)
         if depth > MOST_LEVELS:
-            where = f"line {text.count(chr(10), 0, found.start()) + 1}"
+            where = f"line {text.count(chr(10), 0, match.start()) + 1}"
             raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep: {where}")
 
 

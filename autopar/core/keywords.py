@@ -47,7 +47,7 @@ def named(name: str, page: str) -> Callable[[F], F]:
 
 
 def _refusal(
-    name: str, page: str, signature: inspect.Signature, args: Any, kwargs: Any, said: str
+    name: str, page: str, signature: inspect.Signature, args: Any, kwargs: Any, problem: str
 ) -> ArgumentError:
     taken = [p for p in signature.parameters.values() if p.kind not in _UNNAMED]
     known = [p.name for p in taken]
@@ -70,6 +70,6 @@ def _refusal(
         what = f"{name} is missing {' and '.join(map(repr, missing))}"
         return ArgumentError(what, remedy=f"pass {', '.join(f'{m}=' for m in missing)}; {listed}")
     return ArgumentError(
-        f"{name}: {said}",
+        f"{name}: {problem}",
         remedy=f"positional arguments are {', '.join(positions)}, others are keywords; {listed}",
     )

@@ -278,23 +278,23 @@ def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped
     Raises:
         MeshError: if the text has none of these forms, or contradicts `devices_per_node`.
     """
-    found = int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
+    parsed = int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
     if devices_per_node is None:
-        return found
-    if isinstance(found, tuple):
+        return parsed
+    if isinstance(parsed, tuple):
         raise MeshError(
             f"mesh {text} already specifies the number of devices per node",
             remedy="omit --devices-per-node",
         )
-    total = found if isinstance(found, int) else found.num_devices
+    total = parsed if isinstance(parsed, int) else parsed.num_devices
     if total % devices_per_node:
         raise MeshError(
             f"{total} devices is not a multiple of {devices_per_node} devices per node",
             remedy="pass a divisor as --devices-per-node",
         )
-    if isinstance(found, int):
+    if isinstance(parsed, int):
         return total // devices_per_node, devices_per_node
-    return Mesh(found.axes, devices_per_node=devices_per_node, links=dict(found.links))
+    return Mesh(parsed.axes, devices_per_node=devices_per_node, links=dict(parsed.links))
 
 
 def is_unshaped(mesh: object) -> TypeGuard[Unshaped]:
@@ -329,18 +329,19 @@ def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
         HardwareError: as `read_hardware`; also if profiles are named along an axis that the mesh
             does not have, or not one per device along it.
     """
-    found = read_hardware(hardware)
-    if isinstance(found, HardwareProfile):
-        return found
+    parsed = read_hardware(hardware)
+    if isinstance(parsed, HardwareProfile):
+        return parsed
     if isinstance(mesh, Mesh):
-        return _on(found, mesh)
+        return _on(parsed, mesh)
     what = (
-        f"hardware= has profiles along {found.axis!r}, but the planner chooses the axes of the mesh"
+        f"hardware= has profiles along {parsed.axis!r}, but the planner chooses the axes of the"
+        " mesh"
     )
     raise HardwareError(
         what,
         remedy=(
-            f'pass a mesh with that axis, autopar.Mesh({{"{found.axis}": {len(found.profiles)},'
+            f'pass a mesh with that axis, autopar.Mesh({{"{parsed.axis}": {len(parsed.profiles)},'
             " ...})"
         ),
     )

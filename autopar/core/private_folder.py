@@ -173,12 +173,12 @@ def _is_group_of_one(gid: int) -> bool:
 @functools.cache
 def _new_folder(wanted: Path, purpose: str, reason: str) -> Path:
     """Make a folder for this process, once for each folder that is not trusted."""
-    made = Path(tempfile.mkdtemp(prefix="autopar-")).resolve()
-    atexit.register(_remove_own, made, os.getpid())
+    folder = Path(tempfile.mkdtemp(prefix="autopar-")).resolve()
+    atexit.register(_remove_own, folder, os.getpid())
     warn_once(
-        f"{wanted} is not used for {purpose}: {reason}. This process uses a new folder, {made}"
+        f"{wanted} is not used for {purpose}: {reason}. This process uses a new folder, {folder}"
     )
-    return made
+    return folder
 
 
 def _remove_own(folder: Path, pid: int) -> None:

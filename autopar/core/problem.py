@@ -352,14 +352,14 @@ class Problem:
 
     def ruled_out(self) -> dict[int, tuple[int, ...]]:
         """Return, for each op that conditions restrict, the strategies that it may not run with."""
-        found: dict[int, tuple[int, ...]] = {}
+        excluded: dict[int, tuple[int, ...]] = {}
         for n in sorted({condition.op for condition in self.conditions}):
-            found[n] = tuple(
+            excluded[n] = tuple(
                 s
                 for s, strategy in enumerate(self.ops[n].strategies)
                 if not all(c.admits(strategy.layouts) for c in self.conditions if c.op == n)
             )
-        return found
+        return excluded
 
     @property
     def computing_s(self) -> float:

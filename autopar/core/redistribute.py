@@ -109,21 +109,21 @@ def _chain(
                 far[source], how[source] = longer, arc
                 heapq.heappush(heap, (longer, source))
     _refuse_unreached(graph, far[root], have, [target])
-    found: set[Arc] = set()
+    arcs: set[Arc] = set()
     while root != target:
-        found.add(how[root])
+        arcs.add(how[root])
         root = how[root].dst
-    return found
+    return arcs
 
 
 def _arcs_by_end(graph: LayoutGraph, have: list[int]) -> list[list[tuple[Arc, int]]]:
     """By node, the arcs that end there, each with the node that it begins at. What is at hand is
     one node, the first, where none ends: so each branch of a tree begins where that is cheapest."""
-    at_hand, found = set(have), [list[tuple[Arc, int]]() for _ in graph.layouts]
+    at_hand, by_end = set(have), [list[tuple[Arc, int]]() for _ in graph.layouts]
     for arc in graph.arcs:
         if arc.dst not in at_hand:
-            found[arc.dst].append((arc, have[0] if arc.src in at_hand else arc.src))
-    return found
+            by_end[arc.dst].append((arc, have[0] if arc.src in at_hand else arc.src))
+    return by_end
 
 
 def _refuse_unreached(graph: LayoutGraph, cost: float, have: list[int], want: list[int]) -> None:

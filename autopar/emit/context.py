@@ -196,11 +196,11 @@ class LoweringContext:
     @cached_property
     def parameters_of(self) -> dict[str, list[Parameter]]:
         """The parameters whose gradient a node of the trace computes, by the name of the node."""
-        results, found = self.results(), dict[str, list[Parameter]]()
+        results, parameters = self.results(), dict[str, list[Parameter]]()
         for p in self.trace.parameters:
             if p.gradient is not None:
-                found.setdefault(results[p.gradient].name, []).append(p)
-        return found
+                parameters.setdefault(results[p.gradient].name, []).append(p)
+        return parameters
 
     def value(self, ref: Ref) -> torch.Tensor:
         """Return the traced value of a tensor: a fake tensor with the global shape."""
@@ -298,9 +298,9 @@ def local_call(
             return operands[value.index]
         if isinstance(value, Start | Length):
             place = steps.local_start if isinstance(value, Start) else steps.local_length
-            found = graph.call_function(place, (value.dim_size, _splitters(value, mesh_shape)))
+            placed = graph.call_function(place, (value.dim_size, _splitters(value, mesh_shape)))
             before = value.before if isinstance(value, Start) else 0
-            return graph.call_function(operator.sub, (found, before)) if before else found
+            return graph.call_function(operator.sub, (placed, before)) if before else placed
         if isinstance(value, Starts):
             return value.dim_size, _splitters(value, mesh_shape)
         if isinstance(value, tuple | list):

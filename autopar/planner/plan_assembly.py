@@ -161,8 +161,10 @@ def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
         return ("compute and communication do not overlap",)
     outlasting = [
         phase
-        for phase, said in zip(PHASES, evaluation.load.outlasts_compute(slowdown), strict=True)
-        if said
+        for phase, is_outlasted in zip(
+            PHASES, evaluation.load.outlasts_compute(slowdown), strict=True
+        )
+        if is_outlasted
     ]
     return (
         (
@@ -186,8 +188,10 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
         zip(draft.priced.problem.ops, draft.priced.sources, strict=True)
     ):
         nodes, instances = _nodes(draft, index, draft.choices.strategies[index])
-        again = draft.choices.recomputed.get(index)
-        recompute = _nodes(draft, index, again)[0] if again is not None else ()
+        recomputed_strategy = draft.choices.recomputed.get(index)
+        recompute = (
+            _nodes(draft, index, recomputed_strategy)[0] if recomputed_strategy is not None else ()
+        )
         key = FIELD.sub("*", nodes[0].node)
         seen[key] = seen.get(key, 0) + 1
         first = source.cluster.first if source.cluster else None
@@ -202,7 +206,7 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
             nodes=nodes,
             recompute=recompute,
             time_s=own_time_s(op, draft.choices.strategies[index]),
-            again_s=own_time_s(op, again) if again is not None else 0.0,
+            again_s=own_time_s(op, recomputed_strategy) if recomputed_strategy is not None else 0.0,
             runner_up=draft.runner_ups.get(index),
             replicated=any(map(is_fallback, calls)),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
@@ -239,9 +243,9 @@ def _nodes(
             c.indices for c in source.cluster.instances
         )
     patterns = [pattern_of(_KEYS[source.kind](name)) for name in source.names]
-    said = in_plan_form(draft.priced.problem.ops[index].strategies[strategy])
+    layouts = in_plan_form(draft.priced.problem.ops[index].strategies[strategy])
     keys = (patterns[0][0], pattern_of(storage_key(source.names[0]))[0])
-    nodes = tuple(NodeChoice(key, chosen) for key, chosen in zip(keys, said, strict=False))
+    nodes = tuple(NodeChoice(key, chosen) for key, chosen in zip(keys, layouts, strict=False))
     return nodes, tuple(indices for _, indices in patterns)
 
 
@@ -257,7 +261,7 @@ def _list_kept(draft: PlanDraft) -> Iterable[Kept]:
 
 def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
     evaluation, problem, choices = draft.evaluation, draft.priced.problem, draft.choices
-    resting = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
+    static_bytes = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
     gathered = 0
     state, _ = OPTIMIZERS[draft.priced.optimizer]
     parameters = {p.name: p for p in draft.trace.parameters}
@@ -272,16 +276,16 @@ def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
             if parameter_layouts(op.strategies[s]).storage.host:
                 gathered += size
                 continue
-            resting["parameters"] += rests
-            resting["optimizer"] += optimizer
+            static_bytes["parameters"] += rests
+            static_bytes["optimizer"] += optimizer
             gathered += size - rests - optimizer
         elif op.kind in ("buffer", "input"):
-            resting[f"{op.kind}s"] += size
-    resting |= {"copies": gathered} if gathered else {}
+            static_bytes[f"{op.kind}s"] += size
+    static_bytes |= {"copies": gathered} if gathered else {}
     shared = sum(problem.regions[region] for region in evaluation.regions)
-    resting |= {KERNELS_BUFFERS: shared} if shared else {}
+    static_bytes |= {KERNELS_BUFFERS: shared} if shared else {}
     memory = {
-        **resting,
+        **static_bytes,
         "activations": evaluation.kept_bytes,
         "gradients": evaluation.gradient_bytes,
     }
@@ -311,7 +315,7 @@ def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
 
 def _on_hosts(draft: PlanDraft) -> dict[str, int]:
     """Compute the bytes of host memory by kind."""
-    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
+    sizes = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
     state, _ = OPTIMIZERS[draft.priced.optimizer]
     parameters = {p.name: p for p in draft.trace.parameters}
     for op, source, s in zip(
@@ -322,18 +326,18 @@ def _on_hosts(draft: PlanDraft) -> dict[str, int]:
             rests = op.count * local_bytes(p.view, p.dtype, storage, draft.mesh.shape)
             wide = sum_dtype(p.dtype) if draft.priced.problem.accumulates else p.dtype
             trained = p.gradient is not None
-            found["parameters"] += rests
-            found["optimizer"] += state * rests * trained
-            found["gradients"] += (
+            sizes["parameters"] += rests
+            sizes["optimizer"] += state * rests * trained
+            sizes["gradients"] += (
                 op.count * local_bytes(p.view, wide, storage, draft.mesh.shape) * trained
             )
-            found["copies"] += (
+            sizes["copies"] += (
                 op.count
                 * local_bytes(p.view, p.compute_dtype, storage, draft.mesh.shape)
                 * p.is_narrowed
             )
-    found["activations"] = draft.evaluation.host_bytes - sum(found.values())
-    return {kind: size for kind, size in found.items() if size}
+    sizes["activations"] = draft.evaluation.host_bytes - sum(sizes.values())
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str) -> Fingerprint:

@@ -191,9 +191,11 @@ class PlannerLoop:
         emit = partial(self.emitter.emit, whole)
         plans = low_memory_plans(self.emitter.trace, whole.priced, self.options.solve_s, emit)
         budget = self.emitter.budget
-        found = prefer_fastest(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
+        lightest = prefer_fastest(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
         return (
-            self.emitter.order(found) if found is not None and self.emitter.fits(found) else found
+            self.emitter.order(lightest)
+            if lightest is not None and self.emitter.fits(lightest)
+            else lightest
         )
 
     def _next_round(self, state: SearchState) -> SearchState:
@@ -205,15 +207,17 @@ class PlannerLoop:
     def _find_separate_layers(self, state: SearchState) -> SearchState:
         """Solve until it is known which equal layers decide separately."""
         state = self._solve_problem(state, Effort.MIXED)
-        found = state.answer
-        if isinstance(found, Least):
+        answer = state.answer
+        if isinstance(answer, Least):
             return state
-        assert found is not None, "a solve has an answer"
-        is_too_slow = found.bound_s >= state.limit_s
-        if isinstance(found, Solution) and (is_too_slow or not found.mixed or self.options.is_late):
+        assert answer is not None, "a solve has an answer"
+        is_too_slow = answer.bound_s >= state.limit_s
+        if isinstance(answer, Solution) and (
+            is_too_slow or not answer.mixed or self.options.is_late
+        ):
             return state  # close enough, too slow, or solved to the end
         if is_too_slow:
-            raise TooSlow(found.bound_s)
+            raise TooSlow(answer.bound_s)
         return replace(state, phase=SearchPhase.GROUP, effort=Effort.WHOLE)
 
     def _group(self, state: SearchState) -> SearchState:
@@ -260,12 +264,12 @@ class PlannerLoop:
         """
         groups, learnt = state.groups, bool(state.groups.learnt)
         with self.clock.phase("solve"):
-            found = self._solving.answer(
+            answer = self._solving.answer(
                 groups.problem, effort, learnt=learnt, regions=state.regions, met=met
             )
-        if isinstance(found, Solution) and not learnt:
-            state = replace(state, free=(groups.priced, found))
-        return replace(state, phase=SearchPhase.TRY, answer=found)
+        if isinstance(answer, Solution) and not learnt:
+            state = replace(state, free=(groups.priced, answer))
+        return replace(state, phase=SearchPhase.TRY, answer=answer)
 
     def _try(self, state: SearchState) -> SearchState:
         """Emit the solution, and compare it with the best plan.
@@ -273,20 +277,20 @@ class PlannerLoop:
         The rounds end if there is no solution, if it repeats the last plan, or if it is good
         enough.
         """
-        found, groups = state.answer, state.groups
-        if not isinstance(found, Solution):
+        answer, groups = state.answer, state.groups
+        if not isinstance(answer, Solution):
             return replace(state, phase=SearchPhase.FINISH)
         if state.regions is None:
-            groups = _take_proof(groups, found)
+            groups = _take_proof(groups, answer)
             if groups.bound_s >= state.limit_s:
                 raise TooSlow(groups.bound_s)
-        decided = groups.starts, found.strategies, found.recomputed, found.kept, found.regions
+        decided = groups.starts, answer.strategies, answer.recomputed, answer.kept, answer.regions
         if state.decided and decided == state.decided[-1]:
             return replace(state, phase=SearchPhase.FINISH, groups=groups)
         if decided in state.decided:  # a cycle: keep the moments of both plans
             groups = replace(groups, learnt=groups.learnt.retain_latest())
         state = replace(state, groups=groups, decided=(*state.decided, decided))
-        return self._take_candidate(state, self.emitter.emit(groups, found))
+        return self._take_candidate(state, self.emitter.emit(groups, answer))
 
     def _take_candidate(self, state: SearchState, candidate: Candidate) -> SearchState:
         """Record a candidate if it is the best, and decide whether the search continues."""
@@ -374,13 +378,13 @@ class PlannerLoop:
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # the bound of a problem is at most its solution
         met, groups = replace(best.draft.choices, bound_s=0.0), state.groups.forget()
-        found = self._solve_problem(replace(state, groups=groups), Effort.END, met).answer
-        if not isinstance(found, Solution):
+        answer = self._solve_problem(replace(state, groups=groups), Effort.END, met).answer
+        if not isinstance(answer, Solution):
             return best
-        is_tighter = found.bound_s > groups.bound_s
+        is_tighter = answer.bound_s > groups.bound_s
         if is_tighter:
-            groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
-        better = self._emit_faster(replace(state, groups=groups, answer=found), best, met)
+            groups = replace(groups, bound_s=answer.bound_s, multipliers=answer.multipliers)
+        better = self._emit_faster(replace(state, groups=groups, answer=answer), best, met)
         if better is not None:
             return better
         return self.emitter.prove(groups, best) if is_tighter else best
@@ -399,10 +403,10 @@ class PlannerLoop:
             The first plan that fits and is faster than `best`; None if there is none.
         """
         for _ in range(_LAST_ROUNDS):
-            found = state.answer
-            if not isinstance(found, Solution) or found.objective_s >= best.time_s:
+            answer = state.answer
+            if not isinstance(answer, Solution) or answer.objective_s >= best.time_s:
                 return None
-            faster = self.emitter.emit(state.groups, found)
+            faster = self.emitter.emit(state.groups, answer)
             if self.emitter.fits(faster):
                 return faster
             is_close = faster.time_s > best.time_s * (1 - self.options.gap)
@@ -420,10 +424,10 @@ class PlannerLoop:
             InfeasibleError: if no plan that fits was found.
         """
         if state.regions is None and state.groups.priced.problem.regions:
-            again = SearchState(
+            restarted = SearchState(
                 SearchPhase.SOLVE, state.groups.forget(), frozenset(), state.limit_s
             )
-            return replace(again, effort=Effort.WHOLE, was_regrouped=state.was_regrouped)
+            return replace(restarted, effort=Effort.WHOLE, was_regrouped=state.was_regrouped)
         smallest = state.smallest
         lightest = self.find_lightest(state.groups.bound_s) if smallest else None
         if lightest is not None and self.emitter.fits(lightest):

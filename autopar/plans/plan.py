@@ -414,9 +414,9 @@ def forward_load(plan: Plan) -> Load:
     """Return the load of the forward phase of a step, or of one microbatch for the plan of a
     stage."""
     entries = (e for e in plan.entries if e.phase == "forward" and e.kind in ("compute", "input"))
-    found = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
+    computed = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
     moves = (c for c in plan.communications if c.phase == "forward")
-    return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in moves), found)
+    return sum((moved_load(c, c.time_s * len(c.instances), _saved_s(c)) for c in moves), computed)
 
 
 def beyond_shares_s(moves: Iterable[Communication]) -> float:
@@ -463,5 +463,5 @@ def moved_load(c: Communication, time_s: float, saved_s: float = 0.0) -> Load:
     """
     if c.phase == "step":
         return Load(time_s)
-    found = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
-    return found + work(c.phase, saved_s, compute=True).scale(-1.0) if saved_s else found
+    load = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
+    return load + work(c.phase, saved_s, compute=True).scale(-1.0) if saved_s else load

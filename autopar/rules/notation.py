@@ -147,13 +147,17 @@ def parse(
 
 def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
     """Return all options of a rule on one axis, replicate-everything first."""
-    found = [replicated_option(call)]
+    all_options = [replicated_option(call)]
     letters = dict.fromkeys(
         x for term in factors.inputs + factors.outputs for x in term if x != WHOLE
     )
-    found += [option for letter in letters if (option := _shard(letter, factors, call)) is not None]
-    found += [option for group in factors.linear if (option := _linear(group, call)) is not None]
-    return tuple(dict.fromkeys((*found, *factors.further)))
+    all_options += [
+        option for letter in letters if (option := _shard(letter, factors, call)) is not None
+    ]
+    all_options += [
+        option for group in factors.linear if (option := _linear(group, call)) is not None
+    ]
+    return tuple(dict.fromkeys((*all_options, *factors.further)))
 
 
 def replicated_option(call: Call) -> AxisOption:

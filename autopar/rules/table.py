@@ -330,13 +330,13 @@ class RegisteredRule:
         if self.flops is None:
             return 0
         try:
-            found: Any = self.flops(*shapes)
+            count: Any = self.flops(*shapes)
         except Exception as error:  # a user's function may raise any error
             problem = f"raises {type(error).__name__}: {error}"
         else:
-            if isinstance(found, int) and found >= 0:
-                return found
-            problem = f"returns {found!r}"
+            if isinstance(count, int) and count >= 0:
+                return count
+            problem = f"returns {count!r}"
         raise RuleError(
             f"the flops function of the op {problem} for operands of shapes {list(shapes)}",
             where=op_name(target),

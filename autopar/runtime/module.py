@@ -137,13 +137,13 @@ class ParallelModule(Compiled):
         own, group, index = stage_devices(devices, program.axis)
         num_ranks = 1 if group is None else group.size()
         here = range(index, len(program.stages), num_ranks)
-        held = _tensors_of(program, here)
+        tensors = _tensors_of(program, here)
         elsewhere = _all_names(_tensors_of(program, range(len(program.stages))).values())
         super().__init__(
-            tuple(held.values()),
+            tuple(tensors.values()),
             own,
             model,
-            elsewhere=elsewhere - _all_names(held.values()),
+            elsewhere=elsewhere - _all_names(tensors.values()),
             world=devices,
             both_modes=both_modes,
             shared=shared,
@@ -208,11 +208,11 @@ class ParallelModule(Compiled):
         inputs = self._program_inputs(args, kwargs, self._world)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
-        held = self._program_calls.held
-        parameters = [self.get_parameter(t.name) for t in held]
+        tensors = self._program_calls.held
+        parameters = [self.get_parameter(t.name) for t in tensors]
         buffers = {name: self.get_buffer(name) for name in self._program_calls.buffers}
         may_train = torch.is_grad_enabled() and self._may_train
-        trains = may_train and self._trains(parameters, held)
+        trains = may_train and self._trains(parameters, tensors)
         outputs = self._program_calls.run(
             inputs, parameters, buffers, self._loss_scaling, trains=trains
         )
@@ -310,13 +310,13 @@ def _tensors_of(program: Program, stages: Iterable[int]) -> dict[str, ProgramTen
         program: the program of all ranks.
         stages: the indices of the stages of the rank.
     """
-    found = {
+    parameters = {
         t.name: t
         for number in stages
         for t in (*program.stages[number].parameters, *program.stages[number].buffers)
     }
     names = {random.STATE, *program.microbatches.count_buffers}
-    return found | {t.name: t for s in program.stages for t in s.buffers if t.name in names}
+    return parameters | {t.name: t for s in program.stages for t in s.buffers if t.name in names}
 
 
 def _all_names(tensors: Iterable[ProgramTensor]) -> set[str]:

@@ -57,14 +57,14 @@ def balance_trees(
     slowdown = problem.overlap_slowdown
     tried, loads = [first], [load(first)]
     outlasted = loads[0].outlasts_compute(slowdown)
-    bounds = [(0.0, 1.0) if said else (1.0, 1.0) for said in outlasted]
+    bounds = [(0.0, 1.0) if is_outlasted else (1.0, 1.0) for is_outlasted in outlasted]
     open_: Sequence[int] = range(len(first))
     for _ in range(1 + _HALVES if any(outlasted) else 0):
         balance = _middle(bounds) if len(tried) > 1 else (bounds[0][0], bounds[1][0])
-        found = {v: at(v, balance) for v in open_}
-        tried.append([found.get(v, moves) for v, moves in enumerate(first)])
+        moves_of_open = {v: at(v, balance) for v in open_}
+        tried.append([moves_of_open.get(v, moves) for v, moves in enumerate(first)])
         loads.append(load(tried[-1]))
-        open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]
+        open_ = [v for v in open_ if len(tried) > 2 or moves_of_open[v] != first[v]]
         bounds = [
             _narrow_bounds(*each)
             for each in zip(bounds, balance, loads[-1].outlasts_compute(slowdown), strict=True)
@@ -93,7 +93,7 @@ def _each_its_best(
 ) -> list[Moves]:
     """Improve the best set of trees. Change one variant at a time, always the one with the largest
     saving, until none saves anything."""
-    found, slowdown = list(tried[best]), problem.overlap_slowdown
+    chosen, slowdown = list(tried[best]), problem.overlap_slowdown
     options = {
         v: ways
         for v, ways in ((v, _distinct(each)) for v, each in enumerate(zip(*tried, strict=True)))
@@ -105,22 +105,22 @@ def _each_its_best(
     def after(change: tuple[int, int]) -> Load:
         """Return the load of the step after a change of one variant's trees."""
         v, n = change
-        return total + moved[v][n] + moved[v][options[v].index(found[v])].scale(-1.0)
+        return total + moved[v][n] + moved[v][options[v].index(chosen[v])].scale(-1.0)
 
     while changes:
         v, n = best_one = min(changes, key=lambda change: after(change).least_s(slowdown))
         if after(best_one).least_s(slowdown) >= total.least_s(slowdown) * (1.0 - _BETTER):
             break
-        total, found[v] = after(best_one), options[v][n]
-    return found
+        total, chosen[v] = after(best_one), options[v][n]
+    return chosen
 
 
 def _distinct(ways: Sequence[Moves]) -> list[Moves]:
-    found: list[Moves] = []
+    distinct: list[Moves] = []
     for way in ways:
-        if way not in found:
-            found.append(way)
-    return found
+        if way not in distinct:
+            distinct.append(way)
+    return distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +194,19 @@ def evaluate(
         regions: those that kernels may use; by default all.
     """
     problem = within(problem, regions)
-    found = _evaluate(problem, strategies, recomputed or {}, kept)
+    evaluation = _evaluate(problem, strategies, recomputed or {}, kept)
     if (
-        found.saved_s and found.outlasted
+        evaluation.saved_s and evaluation.outlasted
     ):  # compute waits in these phases, so kernels may save nothing
         without = _evaluate(
             replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept
         )
-        found = min(found, without, key=lambda e: e.objective_s)
-    if found.outlasted and (kept is None or _versions(found.kept) != _versions(kept)):
+        evaluation = min(evaluation, without, key=lambda e: e.objective_s)
+    if evaluation.outlasted and (kept is None or _versions(evaluation.kept) != _versions(kept)):
         return evaluate(
-            problem, strategies, recomputed, found.kept
+            problem, strategies, recomputed, evaluation.kept
         )  # evaluated again, so that the kept versions determine the same trees
-    return found
+    return evaluation
 
 
 def _versions(kept: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
@@ -229,9 +229,9 @@ def _evaluate(
         return moves_of(problem, v, strategies, recomputed, kept, balance)
 
     first = [at(v, COMPUTE_BOUND) for v in range(len(problem.variants))]
-    found = _price_trees(problem, strategies, recomputed, first)
-    if not any(found.load.outlasts_compute(found.slowdown)):
-        return found
+    evaluation = _price_trees(problem, strategies, recomputed, first)
+    if not any(evaluation.load.outlasts_compute(evaluation.slowdown)):
+        return evaluation
     best = balance_trees(
         problem, first, at, lambda moves: _price_trees(problem, strategies, recomputed, moves).load
     )
@@ -266,16 +266,16 @@ def _price_trees(
     forward: dict[int, Redistribution] = {}
     backward: dict[int, Redistribution] = {}
     kept_now: dict[int, tuple[int, ...]] = {}
-    held: dict[int, int] = {}
+    kept_sizes: dict[int, int] = {}
     stored: dict[int, int] = {}
     for v, (first, second, keep) in enumerate(moves):
         forward[v], backward[v], kept_now[v] = first, second, keep
         value = problem.values[problem.variants[v].value]
         own = first.sources if value.resident else ()
-        held[v] = sum(value.bytes(n) for n in keep if n not in own)
+        kept_sizes[v] = sum(value.bytes(n) for n in keep if n not in own)
         stored[v] = sum(map(value.host_bytes, keep))
         on_host += problem.num_in_flight * problem.variants[v].count * stored[v]
-    kept_bytes = sum(problem.variants[v].count * size for v, size in held.items())
+    kept_bytes = sum(problem.variants[v].count * size for v, size in kept_sizes.items())
     communication = sum(
         problem.variants[v].count * r.time_s
         for phase in (forward, backward)
@@ -292,8 +292,8 @@ def _price_trees(
     routes = {(n, again): problem.routes[n, s] for n, s, again in runs if (n, s) in problem.routes}
     regions = regions_of(forward, backward).union(*(route.regions for route in routes.values()))
     static += sum(problem.regions[region] for region in regions)
-    resting = tuple(
-        row.size(static, strategies, recomputed, held, stored) for row in budget_rows(problem)
+    row_bytes = tuple(
+        row.size(static, strategies, recomputed, kept_sizes, stored) for row in budget_rows(problem)
     )
     saved = [
         (problem, v, late, r)
@@ -319,7 +319,7 @@ def _price_trees(
         kept_now,
         forward,
         backward,
-        resting,
+        row_bytes,
         load,
         problem.overlap_slowdown,
         -less.serial_s,

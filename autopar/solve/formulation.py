@@ -236,19 +236,19 @@ class Formulation(KernelRows):
         variant = self.problem.variants[v]
         value = self.problem.values[variant.value]
         versions = sorted({*supply, *(layout for demand in now for layout in demand)})
-        found: Demand = {}
+        later: Demand = {}
         for layout in versions:
             free = value.resident and layout in supply
             read = [t for demand in now for t in demand.get(layout, [])]
-            made = supply.get(layout, []) + read
+            sources = supply.get(layout, []) + read
             first = [] if value.resident else supply.get(layout, [])
-            found[layout] = list(supply[layout]) if free else []
+            later[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
                 kept: Terms = [(keep, 1), *self._host_terms(v, layout)]
                 self._row(
                     (KEEP, v, layout),
-                    merge_terms([*kept, *((variable, -c) for variable, c in made)]),
+                    merge_terms([*kept, *((variable, -c) for variable, c in sources)]),
                     AT_MOST,
                     0,
                 )
@@ -264,11 +264,11 @@ class Formulation(KernelRows):
                     self._tighter(
                         (v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)]
                     )
-                found[layout] += kept
+                later[layout] += kept
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
-                found[layout] = found.get(layout, []) + terms
-        return found
+                later[layout] = later.get(layout, []) + terms
+        return later
 
     def _host_terms(self, v: int, layout: int) -> Terms:
         """Add h[v,l], if the version can be stored on the hosts."""

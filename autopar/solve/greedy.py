@@ -50,20 +50,20 @@ class _Settled:
 
     def costs(self, decision: Decision, groups: list[int]) -> Floats:
         """Compute the cost of each strategy in seconds, given the fixed decisions."""
-        found = decision.costs.copy()
+        costs_left = decision.costs.copy()
         for g in groups:
             group = self.ascent.groups[g]
             there = self._costs_from(group, self.at_hand[g]) if g in self.at_hand else None
             for reader in group.readers:
                 if there is not None and reader.side.decision is decision:
-                    found += (there - reader.worth)[reader.side.at]
+                    costs_left += (there - reader.worth)[reader.side.at]
             for source in group.sources:
                 if source.decision is decision:
                     for reader, layout in self.read.get(g, ()):
                         costs = self._costs_to(group, layout)
                         costs = costs if there is None else np.minimum(costs, there[layout])
-                        found += source.times * (reader.worth + costs)[source.at]
-        return found
+                        costs_left += source.times * (reader.worth + costs)[source.at]
+        return costs_left
 
     def settle(self, decision: Decision, strategy: int, groups: list[int]) -> None:
         """Record the layouts that a strategy computes and reads.
@@ -113,14 +113,14 @@ def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
         }
         for place in sorted(places):
             groups.setdefault(place, []).append(g)
-    settled, found = _Settled(ascent), dict[int, int]()
-    again = {decision.place for decision in ascent.again.values()}
+    settled, decided = _Settled(ascent), dict[int, int]()
+    recomputation_places = {decision.place for decision in ascent.again.values()}
     for decision in ascent.order[::-1] if back else ascent.order:
-        if decision.place not in again:
+        if decision.place not in recomputation_places:
             here = groups.get(decision.place, [])
-            found[decision.place] = strategy = int(np.argmin(settled.costs(decision, here)))
+            decided[decision.place] = strategy = int(np.argmin(settled.costs(decision, here)))
             settled.settle(decision, strategy, here)
-    return tuple(found[decision.place] for decision in ascent.x)
+    return tuple(decided[decision.place] for decision in ascent.x)
 
 
 _HUGE = 100_000  # approximate number of columns from which a program is huge
@@ -250,9 +250,9 @@ def quick(problem: Problem, gap: float) -> Quick | None:
     """Search for a plan and a bound of a huge program; None if the program is not huge."""
     if _columns(problem) < _HUGE:
         return None
-    found = Quick(problem, gap)
-    found.look()
-    return found
+    search = Quick(problem, gap)
+    search.look()
+    return search
 
 
 def _columns(problem: Problem) -> int:
@@ -271,10 +271,10 @@ def _columns(problem: Problem) -> int:
 
 def _whole(problem: Problem) -> tuple[int, ...]:
     """Return the strategies that keep every tensor whole on every device; −1 if an op has none."""
-    found = []
+    choices = []
     for op in problem.ops:
         layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
-        found.append(
+        choices.append(
             next((i for i, each in enumerate(layouts) if all(x.is_replicated for x in each)), -1)
         )
-    return tuple(found)
+    return tuple(choices)

@@ -63,15 +63,17 @@ def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundar
     nodes = {n.name: n for n in trace.graph.nodes}
     forward = _spans(trace, placing, "forward")
     backward = _spans(trace, placing, "backward")
-    found: list[Boundary] = []
+    reversed_boundaries: list[Boundary] = []
     carried: dict[str, str] = {}  # gradient → the value it is paired with at the next boundary
     for boundary in reversed(range(num_stages - 1)):
         values = [name for name, (first, last) in forward.items() if first <= boundary < last]
         gradients = [name for name, (first, last) in backward.items() if last <= boundary < first]
         carried = _carriers([nodes[n] for n in values], [nodes[n] for n in gradients], carried)
         paired = {value: gradient for gradient, value in carried.items()}
-        found.append(Boundary(tuple(values), tuple(paired.get(name, "") for name in values)))
-    return tuple(reversed(found))
+        reversed_boundaries.append(
+            Boundary(tuple(values), tuple(paired.get(name, "") for name in values))
+        )
+    return tuple(reversed(reversed_boundaries))
 
 
 def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, int]]:
@@ -79,19 +81,21 @@ def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, i
     stage that reads it, by node name."""
     spans: dict[str, tuple[int, int]] = {}
     for node in trace.graph.nodes:
-        made = placing.stage.get(node.name)
+        stage = placing.stage.get(node.name)
         backward = node.meta.get("phase") == "backward" or node.op == "placeholder"
-        if made is None or node.name in placing.dropped or backward != (phase == "backward"):
+        if stage is None or node.name in placing.dropped or backward != (phase == "backward"):
             continue
         reading = [
             placing.stage[u.name]
             for u in node.users
             if u.name in placing.stage and u.name not in placing.dropped
         ]
-        farthest = max(reading, default=made) if phase == "forward" else min(reading, default=made)
-        if farthest != made:
+        farthest = (
+            max(reading, default=stage) if phase == "forward" else min(reading, default=stage)
+        )
+        if farthest != stage:
             _check_plain(node)
-            spans[node.name] = made, farthest
+            spans[node.name] = stage, farthest
     return spans
 
 
@@ -152,17 +156,17 @@ def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...]
     Raises:
         ConstraintError: if the model has no legal cut point.
     """
-    found: tuple[CutPoint, ...] = ()
+    usable: tuple[CutPoint, ...] = ()
     refusal: CutError | None = None
     for points in levels(trace):
         legal, refused = _legal(trace, points)
         refusal = refusal or refused
-        if len(legal) > len(found):
-            found = legal
-        if len(found) >= at_least:
+        if len(legal) > len(usable):
+            usable = legal
+        if len(usable) >= at_least:
             break
-    if found:
-        return found, place(trace, [p.position for p in found])
+    if usable:
+        return usable, place(trace, [p.position for p in usable])
     why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
     raise ConstraintError(
         f"the model cannot be cut into stages{why}", where=where, remedy=NO_PIPELINE
@@ -281,7 +285,9 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
         for s in range(len(positions) + 1)
     )
     return Cut(
-        stages, crossing, {name: held for name, held in placing.holders.items() if len(held) > 1}
+        stages,
+        crossing,
+        {name: holders for name, holders in placing.holders.items() if len(holders) > 1},
     )
 
 
@@ -367,11 +373,11 @@ class _StageNodes:
         These are its parameters, inputs that it returns as outputs, buffers that it updates and, in
         the last stage, buffers that no node reads.
         """
-        held = {
+        names = {
             p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]
         }
         flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
-        held |= {
+        names |= {
             name
             for name, stage in self.placing.returning.items()
             if stage == self.number and nodes[name].op == "placeholder"
@@ -379,24 +385,24 @@ class _StageNodes:
         changed = {
             name for name, index in self.trace.mutated.items() if flat[index].name in self._needed
         }
-        held |= {b.node for b in self.trace.buffers if b.name in changed}
+        names |= {b.node for b in self.trace.buffers if b.name in changed}
         if self.number == len(self.positions):
-            held |= {
+            names |= {
                 b.node
                 for b in self.trace.buffers
                 if not nodes[b.node].users and b.name not in self.trace.mutated
             }
-        return held
+        return names
 
     def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
         """Create the placeholders of the stage, in the order of a trace."""
-        held = self._held_placeholders(nodes)
+        held_names = self._held_placeholders(nodes)
         read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
         # a stage reads a parameter only if it holds it
         read -= {p.node for p in self.trace.parameters}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
-                if entry.node in held or entry.node in read:
+                if entry.node in held_names or entry.node in read:
                     self._placeholder(nodes[entry.node])
         for name in before.values:
             self._placeholder(nodes[name])
@@ -487,11 +493,11 @@ class _StageNodes:
         """Sum gradients. Return the index of the sum among the results."""
         total = terms[0]
         for ordinal, term in enumerate(terms[1:]):
-            like = total
+            example = total
             total = self.graph.call_function(_add, (total, term))
             total.meta = {
-                **like.meta,
-                "key": f"{like.meta['module']}/add/backward/{ordinal} of {terms[0].name}",
+                **example.meta,
+                "key": f"{example.meta['module']}/add/backward/{ordinal} of {terms[0].name}",
             }
         self.results.append(total)
         return len(self.results) - 1

@@ -125,12 +125,12 @@ def _part_of(module: str, deeper: int) -> str:
 
 def _nodes_on_parameters(trace: Trace) -> list[tuple[int, fx.Node]]:
     """Return the forward nodes whose values depend on parameters, with their positions."""
-    on_parameters, found = {p.node for p in trace.parameters}, []
+    on_parameters, nodes = {p.node for p in trace.parameters}, []
     for position, node in enumerate(forward_nodes(trace)):
         if any(operand.name in on_parameters for operand in node.all_input_nodes):
             on_parameters.add(node.name)
-            found.append((position, node))
-    return found
+            nodes.append((position, node))
+    return nodes
 
 
 def _points(
@@ -286,13 +286,13 @@ class _Placer:
         """Return the stages that read each parameter in forward, by name. A parameter that no stage
         reads is in the first stage."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
-        found = {}
+        holders = {}
         for p in self.trace.parameters:
             reading = {
                 self.stage[user.name] for user in nodes[p.node].users if user.name in self.stage
             }
-            found[p.name] = tuple(sorted(reading)) or (0,)
-        return found
+            holders[p.name] = tuple(sorted(reading)) or (0,)
+        return holders
 
     def _assign_outputs(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the stage that returns each output, by the name of its node. This is the stage
@@ -343,9 +343,13 @@ class _Placer:
                 else []
             )
             for node in bound:
-                held = holders[p.name]
-                if len(held) == 1 or node.meta["module"] in readers:
-                    pinned[node.name] = held[0] if len(held) == 1 else readers[node.meta["module"]]
+                holding_stages = holders[p.name]
+                if len(holding_stages) == 1 or node.meta["module"] in readers:
+                    pinned[node.name] = (
+                        holding_stages[0]
+                        if len(holding_stages) == 1
+                        else readers[node.meta["module"]]
+                    )
         return pinned
 
     def _check_parameters(
@@ -383,14 +387,14 @@ class _Placer:
 
     def _stages_reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
         """Return the stages that read the result of a node, directly or through copied nodes."""
-        found, left, seen = set[int](), [node], set[fx.Node]()
+        reading, left, seen = set[int](), [node], set[fx.Node]()
         while left:
             for user in left.pop().users:
-                found |= {stages[user.name]} if user.name in stages else set()
+                reading |= {stages[user.name]} if user.name in stages else set()
                 if user.name in self.copied and user not in seen:
                     seen.add(user)
                     left.append(user)
-        return found
+        return reading
 
     def _late(
         self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides
@@ -418,9 +422,9 @@ class _Placer:
     def _record_carriers(self) -> None:
         """Record the shapes and dtypes of the forward values that cross each boundary."""
         for node in forward_nodes(self.trace):
-            made = self.stage.get(node.name)
+            stage = self.stage.get(node.name)
             for boundary in (
-                range(made, self.last_reader.get(node.name, 0)) if made is not None else ()
+                range(stage, self.last_reader.get(node.name, 0)) if stage is not None else ()
             ):
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
@@ -432,12 +436,12 @@ class _Placer:
         )
         late_before, early_from = sides.late_before, sides.early_from
         for node in backward:
-            made = [self.stage[o.name] for o in self._stage_operands(node)]
+            operand_stages = [self.stage[o.name] for o in self._stage_operands(node)]
             read = [
                 self.last_reader.get(o.name, self.stage[o.name]) for o in self._stage_operands(node)
             ]
             at = [pinned[node.name]] if node.name in pinned else []
-            late_before[node.name] = max([0, *made, *at])
+            late_before[node.name] = max([0, *operand_stages, *at])
             before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
             before += [
                 self.stage[o.name]
