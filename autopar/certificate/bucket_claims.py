@@ -73,14 +73,14 @@ class BucketWalk:
         """Yield the faults of one bucket: its members, the bytes of its collective, and its
         time."""
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
-        found = [step for step in steps if step is not None]
-        if len(found) < len(steps) or len(found) < 2:
-            yield f"the plan has {len(found)} of the collectives of its {len(steps)} members"
+        members = [step for step in steps if step is not None]
+        if len(members) < len(steps) or len(members) < 2:
+            yield f"the plan has {len(members)} of the collectives of its {len(steps)} members"
             return
-        yield from self._check_members(bucket, found)
+        yield from self._check_members(bucket, members)
         c = bucket.collective
         num_bytes = _bytes_before(
-            c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
+            c, members, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
         )
         whole = Collective(
             c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes
@@ -91,26 +91,26 @@ class BucketWalk:
                 f" from {c}"
             )
             return
-        yield from self._check_time(bucket, found)
+        yield from self._check_time(bucket, members)
 
-    def _check_members(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
+    def _check_members(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
         """Yield a fault if the members may not share a collective, or if one waits for another of
         its bucket."""
         c = bucket.collective
-        for member, step in zip(bucket.members, found, strict=True):
+        for member, step in zip(bucket.members, steps, strict=True):
             yield from (
                 f"{member.node} {what}"
                 for what in self._member(c, step, self._shape(member.node, member.result))
             )
             if bucket.phase != "step" and not self._may_wait(step):
                 yield f"{member.node} is {step.slack}: it depends on an op, or an op depends on it"
-        if bucket.phase != "step" and len({step.slack for step in found}) > 1:
+        if bucket.phase != "step" and len({step.slack for step in steps}) > 1:
             yield "some members may be prefetched, others deferred"
         if bucket.phase == "step" and len({m.result for m in bucket.members}) > 1:
             yield "some members run at the start of a step, others at its end"
-        yield from self._in_order(bucket, found)
+        yield from self._in_order(bucket, steps)
 
-    def _check_time(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
+    def _check_time(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
         """Yield a fault if a bucket exceeds the largest size, or if its claimed time or saving is
         wrong.
 
@@ -118,13 +118,13 @@ class BucketWalk:
         """
         shared = self.num_microbatches if bucket.phase == "step" else 1
         sizes, rates = (
-            [step.collective.bytes for step in found],
+            [step.collective.bytes for step in steps],
             Rates(self.plan.mesh, self.profile),
         )
         if sum(sizes) > rates.most_in_bucket(bucket.collective):
             yield "it exceeds the largest bucket size"
         time_s = rates.bucket_s(bucket.collective, sizes) / shared
-        saved_s = sum(step.by_itself_s for step in found) - time_s
+        saved_s = sum(step.by_itself_s for step in steps) - time_s
         if not near(bucket.time_s, time_s):
             yield f"it takes {time_s:.6g} s, not {bucket.time_s:.6g} s"
         if not near(bucket.saved_s, saved_s):
@@ -180,10 +180,10 @@ class BucketWalk:
 
     def _reached_layouts(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
         """Return the layouts that the plan's collectives produce from one layout of a tensor."""
-        found, steps = {start}, self.claims.steps.get(((node, result), phase), ())
-        while further := {step.target for step in steps if step.source in found} - found:
-            found |= further
-        return found
+        reached, steps = {start}, self.claims.steps.get(((node, result), phase), ())
+        while further := {step.target for step in steps if step.source in reached} - reached:
+            reached |= further
+        return reached
 
 
 def _bytes_before(

@@ -47,7 +47,7 @@ def ruled_out_by_case(
         raise UnprovenCases(
             f"the cases of the proof do not cover choices in which {_text(missing)}"
         )
-    found = []
+    by_case = []
     for conditions in read:
         ruled_out: dict[int, set[int]] = {}
         for (node, axis), is_whole in conditions.items():
@@ -55,8 +55,8 @@ def ruled_out_by_case(
                 layouts = strategy.layouts
                 if is_whole != _is_whole((*layouts.inputs, *layouts.outputs), axis):
                     ruled_out.setdefault(ops[node], set()).add(s)
-        found.append({n: tuple(sorted(some)) for n, some in ruled_out.items()})
-    return found
+        by_case.append({n: tuple(sorted(some)) for n, some in ruled_out.items()})
+    return by_case
 
 
 def _read_conditions(case: ProofCase, ops: Mapping[str, int], num_axes: int) -> Conditions:
@@ -97,8 +97,8 @@ def _is_whole(layouts: Sequence[Layout], axis: int) -> bool:
 
 
 def _text(conditions: Conditions) -> str:
-    said = (
+    parts = (
         f"{node} {'is' if is_whole else 'is not'} replicated along axis {axis}"
         for (node, axis), is_whole in conditions.items()
     )
-    return " and ".join(said) or "no condition holds"
+    return " and ".join(parts) or "no condition holds"

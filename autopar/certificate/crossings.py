@@ -20,7 +20,7 @@ from autopar.stages.placing import levels
 from autopar.validation.shards import held_bytes
 
 
-def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
+def cuts(part: Trace, cut: Cut, pipeline: Pipeline) -> Iterator[Finding]:
     """Yield a finding for each claim about cuts that does not hold: where later stages begin, and
     which values cross, in which layouts and bytes.
 
@@ -47,8 +47,8 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
             yield Finding(
                 "model", f"stage {number} starts with {places[position][0]!r}, not {module!r}"
             )
-    for number, said in enumerate(pipeline.crossings):
-        yield from _differences(number, said, _crossed_values(part, made, pipeline, number))
+    for number, claimed in enumerate(pipeline.crossings):
+        yield from _differences(number, claimed, _crossed_values(part, cut, pipeline, number))
 
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
@@ -78,36 +78,36 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         )
 
 
-def _crossed_values(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
+def _crossed_values(part: Trace, cut: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
     """Return the values that cross from a stage to the next, by node key."""
-    stage, boundary = pipeline.stages[number], made.boundaries[number]
-    chosen, found = stage.node_choices(), dict[str, Crossed]()
+    stage, boundary = pipeline.stages[number], cut.boundaries[number]
+    chosen, crossed = stage.node_choices(), dict[str, Crossed]()
     for name, gradient in zip(boundary.values, boundary.gradients, strict=True):
         node = part.node(name)
         key, value = str(node.meta["key"]), node.meta["val"]
         layout = chosen[output_key(key)].inputs[0]
-        found[key] = Crossed(
+        crossed[key] = Crossed(
             key,
             layout,
             held_bytes(tuple(value.shape), value.dtype, layout, stage.mesh.shape),
             bool(gradient),
         )
-    return found
+    return crossed
 
 
 def _differences(
-    number: int, said: Sequence[Crossed], derived: Mapping[str, Crossed]
+    number: int, claimed: Sequence[Crossed], derived: Mapping[str, Crossed]
 ) -> Iterator[Finding]:
-    where, told = f"from stage {number} to the next", Counter(crossed.node for crossed in said)
-    for key in (key for key in derived if key not in told):
+    where, counts = f"from stage {number} to the next", Counter(crossed.node for crossed in claimed)
+    for key in (key for key in derived if key not in counts):
         yield Finding(
             "moves",
             f"it is sent {where} as {_shown(derived[key])}, which is missing in the plan",
             key,
         )
-    for key in (key for key, times in told.items() if times > 1):
+    for key in (key for key, times in counts.items() if times > 1):
         yield Finding("moves", f"the plan lists it twice {where}", key)
-    for crossed in said:
+    for crossed in claimed:
         if crossed.node not in derived:
             yield Finding("moves", f"no tensor of this name is sent {where}", crossed.node)
         elif crossed != derived[crossed.node]:

@@ -80,16 +80,16 @@ class Decisions:
 
         If there are any, no other claim can be checked.
         """
-        said = [c.node.format(*i) for e in self.plan.entries for c in e.nodes for i in e.instances]
-        again = {
+        keys = [c.node.format(*i) for e in self.plan.entries for c in e.nodes for i in e.instances]
+        recomputed_keys = {
             c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances
         }
-        for key in sorted(self.facts.keys - set(said)):
+        for key in sorted(self.facts.keys - set(keys)):
             yield Finding("layouts", "the plan has no decision for this node of the model", key)
-        for key in sorted((set(said) | again) - self.facts.keys - self._rests.keys()):
+        for key in sorted((set(keys) | recomputed_keys) - self.facts.keys - self._rests.keys()):
             yield Finding("layouts", "the model has no such node", key)
         for key in sorted(
-            {key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()
+            {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
         ):
             yield Finding("layouts", "the plan has two decisions for this node", key)
         yield from (f for e in self.plan.entries for f in self._check_arity(e))

@@ -207,13 +207,13 @@ def _find_needed(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[st
         for reader in tensor.readers if tensor.phase == "forward" else ():
             makers.setdefault(reader.key, []).append(tensor.key)
             left += [tensor.key] if reader.phase == "backward" else []
-    found = set[str]()
+    needed = set[str]()
     while left:
         key = left.pop()
-        if key not in found:
-            found.add(key)
+        if key not in needed:
+            needed.add(key)
             left += makers.get(key, ())
-    return frozenset(found)
+    return frozenset(needed)
 
 
 def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], TensorReader]]:
@@ -226,7 +226,7 @@ def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Tens
 def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
     """Yield each result of the graph and its reader: outputs of the model, new values of buffers,
     and gradients, which their parameters read."""
-    made = next(iter(reversed(trace.graph.nodes))).args[0]
+    outputs = next(iter(reversed(trace.graph.nodes))).args[0]
     wanted = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
     wanted += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
     wanted += [
@@ -238,7 +238,7 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
         (i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None
     ]
     for position, key, phase in wanted:
-        yield (made[position].name, 0), TensorReader(key, 0, phase)
+        yield (outputs[position].name, 0), TensorReader(key, 0, phase)
 
 
 @dataclass(frozen=True, slots=True)

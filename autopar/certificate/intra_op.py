@@ -66,7 +66,11 @@ Form = tuple[object, ...]
 
 
 def check_routed(
-    node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile
+    node: fx.Node,
+    phase: str,
+    claimed: Sequence[Communication],
+    mesh: Mesh,
+    profile: HardwareProfile,
 ) -> Iterator[Finding]:
     """Yield a finding for each claim that does not hold about a node whose collectives go directly
     between peers.
@@ -74,14 +78,14 @@ def check_routed(
     Args:
         node: the node of the ops `experts` or `experts_backward`.
         phase: phase in which the node runs; "backward" if it runs again.
-        said: the collectives that the plan lists for the node, in order.
+        claimed: the collectives that the plan lists for the node, in order.
         mesh: the mesh of the plan.
         profile: the profile of the devices; its kernels state the speed of a route.
     """
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
     for c, (name, num) in zip(
-        said, _FORWARD if node.target is ops.experts else _BACKWARD, strict=True
+        claimed, _FORWARD if node.target is ops.experts else _BACKWARD, strict=True
     ):
         if (
             c.kernel is None
@@ -113,7 +117,7 @@ def check_routed(
         yield Finding(
             "kernels", f"its route saves nothing in {phase}, so the problem does not offer it", key
         )
-    axis = said[0].collective.axis
+    axis = claimed[0].collective.axis
     if mesh.link(axis) != "intra":
         yield Finding(
             "kernels",
@@ -204,10 +208,10 @@ class OwnWalk:
             )
 
     def _node(
-        self, node: fx.Node, phase: str, strategy: Strategy, said: Sequence[Communication]
+        self, node: fx.Node, phase: str, strategy: Strategy, claimed: Sequence[Communication]
     ) -> Iterator[Finding]:
         expected, key = self._expected_collectives(node, strategy), node.meta["key"]
-        if expected != [c.collective for c in said]:
+        if expected != [c.collective for c in claimed]:
             shown = (
                 ", ".join(f"{c.kind} of {c.bytes} bytes of {c.dtype}" for c in expected)
                 or "nothing"
@@ -219,7 +223,7 @@ class OwnWalk:
                 key,
             )
             return
-        for c in said:
+        for c in claimed:
             if (c.result, c.slack, c.beside) != (0, "critical", False):
                 yield Finding(
                     "moves",
@@ -242,10 +246,10 @@ class OwnWalk:
                     f" {c.time_s:.6g} s",
                     key,
                 )
-        if any(c.kernel is not None for c in said):
-            yield from check_routed(node, phase, said, self.mesh, self.profile)
+        if any(c.kernel is not None for c in claimed):
+            yield from check_routed(node, phase, claimed, self.mesh, self.profile)
             self.shared.update(
-                count_shared(node, strategy, self.mesh.shape, said[0].collective.axis)
+                count_shared(node, strategy, self.mesh.shape, claimed[0].collective.axis)
             )
 
     def _expected_collectives(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
@@ -306,11 +310,11 @@ _FREE = (aten._unsafe_view, aten.reshape)
 def product_dtype(reads: Infos) -> torch.dtype:
     """Return the dtype in which a product computes: that of its wider factor."""
     factors = [i.dtype for i in reads[:2]]
-    found = torch.float32 if not factors else factors[0]
+    dtype = torch.float32 if not factors else factors[0]
     for each in factors[1:]:
         wider = each.is_floating_point, each.itemsize
-        found = each if wider > (found.is_floating_point, found.itemsize) else found
-    return found
+        dtype = each if wider > (dtype.is_floating_point, dtype.itemsize) else dtype
+    return dtype
 
 
 def is_free(target: Callable[..., Any]) -> bool:
@@ -325,62 +329,62 @@ def is_free(target: Callable[..., Any]) -> bool:
     return packet in _FREE or bool(alias)
 
 
-def count_work(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[int, int]:
+def count_work(call: Call, reads: Infos, results: Infos, *, mirrored: bool) -> tuple[int, int]:
     """Return the flops and bytes of a call on these local tensors.
 
     Args:
         call: the call; only its op and arguments are read, not its shapes.
         reads: the local tensors that it reads.
-        makes: the local tensors that it returns.
+        results: the local tensors that it returns.
         mirrored: whether the queries of causal attention are mirrored. If so, each rank computes
             half of all pairs.
     """
     target = aten_op_of(call.target)
     packet = getattr(target, "overloadpacket", target)
-    inputs, outputs = _sizes(reads), _sizes(makes)
+    inputs, outputs = _sizes(reads), _sizes(results)
     num_bytes = sum(inputs) + sum(outputs)
     if call.target in _DRAWS:
-        num_bytes += 2 * 4 * random.NUM_PASSES * math.prod(makes[0].shape)
+        num_bytes += 2 * 4 * random.NUM_PASSES * math.prod(results[0].shape)
     if packet in _LOOKUPS:
         num_bytes = sum(outputs) + sum(outputs) + sum(inputs[1:])
     if packet in (ops.attention, ops.attention_backward):
-        return _attention(call, reads, makes, mirrored=mirrored), num_bytes
+        return _attention(call, reads, results, mirrored=mirrored), num_bytes
     count = _FLOPS.get(packet)
-    return 0 if count is None else count(call, reads, makes), num_bytes
+    return 0 if count is None else count(call, reads, results), num_bytes
 
 
 def _sizes(infos: Infos) -> list[int]:
     return [math.prod(i.shape) * i.dtype.itemsize for i in infos]
 
 
-def _dot(call: Call, reads: Infos, makes: Infos) -> int:
+def _dot(call: Call, reads: Infos, results: Infos) -> int:
     left, result = str(call.args[0]).replace(" ", "").split("->")
     summed = dict[str, int]()
     for term, info in zip(left.split(","), reads[:2], strict=True):
         summed |= {a: n for a, n in zip(term, info.shape, strict=True) if a not in result}
-    return 2 * math.prod(makes[0].shape) * math.prod(summed.values())
+    return 2 * math.prod(results[0].shape) * math.prod(summed.values())
 
 
 def _matrix(factor: int) -> Callable[[Call, Infos, Infos], int]:
     """Return a function that counts the flops of products which sum over the last dim of an
     operand."""
-    return lambda call, reads, makes: 2 * math.prod(makes[0].shape) * reads[factor].shape[-1]
+    return lambda call, reads, results: 2 * math.prod(results[0].shape) * reads[factor].shape[-1]
 
 
-def _convolution(call: Call, reads: Infos, makes: Infos) -> int:
+def _convolution(call: Call, reads: Infos, results: Infos) -> int:
     window = math.prod(reads[1].shape) // reads[1].shape[0]
     transposed = bool(call.args[6]) if len(call.args) > 6 else False
-    return 2 * window * math.prod((reads[0] if transposed else makes[0]).shape)
+    return 2 * window * math.prod((reads[0] if transposed else results[0]).shape)
 
 
-def _convolution_backward(call: Call, reads: Infos, makes: Infos) -> int:
+def _convolution_backward(call: Call, reads: Infos, results: Infos) -> int:
     window = math.prod(reads[2].shape) // reads[2].shape[0]
     transposed = bool(call.args[7]) if len(call.args) > 7 else False
-    gradients = [m for m in makes[:2] if math.prod(m.shape)]
+    gradients = [m for m in results[:2] if math.prod(m.shape)]
     return 2 * window * math.prod((reads[1] if transposed else reads[0]).shape) * len(gradients)
 
 
-def _attention(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> int:
+def _attention(call: Call, reads: Infos, results: Infos, *, mirrored: bool) -> int:
     """Count the flops of attention: scores [.., s, t] over e features, and sums over t of v
     features."""
     backward = call.target is ops.attention_backward
@@ -444,15 +448,15 @@ def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
         return 0.0
     sizes = rates.mesh.shape
     reads = local_infos(call.inputs, strategy.inputs, sizes)
-    makes = local_infos(call.outputs, strategy.outputs, sizes)
+    results = local_infos(call.outputs, strategy.outputs, sizes)
     along, mirrored = dispatched_along(call, strategy), mirrored_queries(call, strategy)
     num = 1 if along is None else sizes[along]
     further = {"mirrored": mirrored, "by_kernels": rates.profile.has_row_kernels}
-    done = works(call.target, call.args, call.kwargs, reads, makes, num, **further)
+    done = works(call.target, call.args, call.kwargs, reads, results, num, **further)
     dtype = product_dtype(reads)
     if call.target not in _IN_PASSES:
         kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
-        return rates.op_s(kind, *count_work(call, reads, makes, mirrored=mirrored), dtype)
+        return rates.op_s(kind, *count_work(call, reads, results, mirrored=mirrored), dtype)
     return sum(times * rates.op_s(w.kind, w.flops, w.bytes, dtype) for w, times in done)
 
 

@@ -109,12 +109,12 @@ class NormWalk:
     def _is_plain_sum(self) -> bool:
         """Return whether the product is added to another tensor of its shape and dtype, with no
         other arguments."""
-        total, made = self.nodes[0], self.facts.nodes[self.product].meta["val"]
+        total, product = self.nodes[0], self.facts.nodes[self.product].meta["val"]
         if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1]:
             return False
         return all(
             isinstance(x, fx.Node)
-            and (x.meta["val"].shape, x.meta["val"].dtype) == (made.shape, made.dtype)
+            and (x.meta["val"].shape, x.meta["val"].dtype) == (product.shape, product.dtype)
             for x in total.args
         )
 
@@ -122,15 +122,15 @@ class NormWalk:
         """Return whether the norm is over the whole last dim of the sum, computed in the wide
         dtype, with a weight and a result in the product's dtype."""
         total, squares, norm = self.nodes
-        made = self.facts.nodes[self.product].meta["val"]
-        dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
+        product = self.facts.nodes[self.product].meta["val"]
+        dtype, wide = product.dtype, _WIDE.get(product.dtype, torch.float32)
         _, _, weight, n, _, in_dtype, rounded, _ = norm.args
         has_weight = isinstance(weight, fx.Node) and weight.meta["val"].dtype == dtype
         is_of_total = squares.target is ops.square_sum and squares.args == (total, wide)
         is_in_dtypes = (
             in_dtype == wide and rounded in (dtype, wide) and norm.meta["val"].dtype == dtype
         )
-        return has_weight and is_of_total and is_in_dtypes and n == made.shape[-1]
+        return has_weight and is_of_total and is_in_dtypes and n == product.shape[-1]
 
     def _check_layouts(self, layout: Layout) -> Iterator[str]:
         summing, squaring, norming = self.strategies
@@ -183,12 +183,12 @@ class KernelWalk:
         for (key, phase), steps in self.claims.steps.items():
             for step in steps:
                 if step.kernel is not None:
-                    said = (
+                    name = (
                         f"{step.collective.kind} from {step.source} to {step.target} in {phase} by"
                         f" {step.kernel.name}"
                     )
                     for what in self._find_faults(key, phase, step, step.kernel, steps):
-                        yield Finding("kernels", f"{said}: {what}", key[0])
+                        yield Finding("kernels", f"{name}: {what}", key[0])
 
     def _find_faults(
         self,
@@ -337,14 +337,14 @@ class KernelWalk:
             for key in (tensor.key, *(self.facts.names[x.name] for x in operands))
             if key in self.facts.nodes
         ]
-        found = [key for key in keys if pattern_of(key)[0] == kernel.node]
+        equal_keys = [key for key in keys if pattern_of(key)[0] == kernel.node]
         alone = [
             key
-            for key in found
+            for key in equal_keys
             if key == tensor.key
             or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]
         ]
-        return next((TensorReader(key, -1, tensor.phase) for key in (*alone, *found)), None)
+        return next((TensorReader(key, -1, tensor.phase) for key in (*alone, *equal_keys)), None)
 
     def _check_sum(
         self, total: Tensor, step: Communication, product: TensorReader
@@ -358,10 +358,10 @@ class KernelWalk:
             and len(operands_of(node)) == len(node.args) == 2
             and not node.kwargs
         )
-        like = all(_is_like(x, node) for x in operands_of(node))
+        are_alike = all(_is_like(x, node) for x in operands_of(node))
         if (
             not plain
-            or not like
+            or not are_alike
             or step.kernel is None
             or step.kernel.again
             or total.phase != "backward"

@@ -88,8 +88,8 @@ def notes(plan: Plan) -> Iterator[str]:
 def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     """Yield a finding for each stage that states another model or other versions than the plan."""
     for number, stage in enumerate(pipeline.stages):
-        said, mark = plan.fingerprint, stage.fingerprint
-        here = (said.model_name, said.autopar, said.torch)
+        whole, mark = plan.fingerprint, stage.fingerprint
+        here = (whole.model_name, whole.autopar, whole.torch)
         if (mark.model_name, mark.autopar, mark.torch) != here:
             what = (
                 f"stage {number} is for {mark.model_name!r}, by autopar {mark.autopar} and torch"
@@ -175,9 +175,11 @@ def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding
         "cuts": (asked.cuts and tuple(sorted(asked.cuts)), tuple(sorted(pipeline.modules))),
         "number of stages per device": (asked.chunks, pipeline.num_chunks),
     }
-    for what, (said, had) in wanted.items():
-        if said is not None and said != had:
-            yield Finding("model", f"the pipeline's {what} is {had!r}, but {said!r} was requested")
+    for what, (requested, had) in wanted.items():
+        if requested is not None and requested != had:
+            yield Finding(
+                "model", f"the pipeline's {what} is {had!r}, but {requested!r} was requested"
+            )
 
 
 def _list_inputs(inputs: tuple[tuple[str, str], ...]) -> str:

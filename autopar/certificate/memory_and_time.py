@@ -167,7 +167,7 @@ def sum_resting(
     Returns:
         Bytes by kind; "copies" only if parameters are also held in another dtype or layout.
     """
-    found = Counter(
+    sizes = Counter(
         dict.fromkeys(
             ("parameters", "optimizer", "buffers", "inputs", "gradients", "activations"), 0
         )
@@ -177,18 +177,18 @@ def sum_resting(
         ("inputs", i.shape, i.dtype, input_key(i.path)) for i in trace.inputs if not i.crosses
     ]
     for kind, shape, dtype, key in tensors:
-        found[kind] += held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
+        sizes[kind] += held_bytes(shape, dtype, claims.chosen[key].outputs[0], plan.mesh.shape)
     for p in trace.parameters:
         for kind, num_bytes in _measure_parameter(p, claims, plan, accumulates=accumulates):
-            found[kind] += num_bytes
+            sizes[kind] += num_bytes
     for where, layouts in claims.kept.items():
         tensor = facts.tensors[where]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
         here = [at for at in layouts if at != free and not at.host]
-        found["activations"] += sum(
+        sizes["activations"] += sum(
             held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in here
         )
-    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes or kind != "copies"}
+    return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes or kind != "copies"}
 
 
 def _measure_parameter(
@@ -228,13 +228,13 @@ def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
         what = "is not" if kept.is_copy else "is"
         what = f"it {what} a parameter's copy in another dtype, contrary to the plan"
         yield Finding("kept values", what, kept.node)
-    held = sum(
+    derived = sum(
         held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
         for at in kept.layouts
         if not at.host
     )
-    if held != kept.bytes:
-        what = f"one instance holds {held} bytes, not {kept.bytes}"
+    if derived != kept.bytes:
+        what = f"one instance holds {derived} bytes, not {kept.bytes}"
         yield Finding("kept values", what, kept.node)
 
 
@@ -253,7 +253,7 @@ def memory(
     Returns:
         The peak in bytes on a device, including stored tensors, and the findings.
     """
-    found = [finding for k in plan.kept for finding in _check_kept(k, plan, facts)]
+    findings = [finding for k in plan.kept for finding in _check_kept(k, plan, facts)]
     peak, budget = (
         _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0),
         plan.options.get("memory_bytes"),
@@ -266,19 +266,21 @@ def memory(
     claimed = plan.prediction
     for kind in sorted({*expected, *claimed.memory_bytes}):
         if expected.get(kind) != claimed.memory_bytes.get(kind):
-            found.append(
+            findings.append(
                 Finding(
                     "memory",
                     f"{kind}: {expected.get(kind, 0)} bytes, not {claimed.memory_bytes.get(kind)}",
                 )
             )
     if peak != claimed.peak_bytes:
-        found.append(Finding("memory", f"the peak is {peak} bytes, not {claimed.peak_bytes}"))
+        findings.append(Finding("memory", f"the peak is {peak} bytes, not {claimed.peak_bytes}"))
     if not isinstance(budget, int):
-        found.append(Finding("memory", "the plan records no budget"))
+        findings.append(Finding("memory", "the plan records no budget"))
     elif peak > budget:
-        found.append(Finding("memory", f"the peak of {peak} bytes is over the budget of {budget}"))
-    return peak, found
+        findings.append(
+            Finding("memory", f"the peak of {peak} bytes is over the budget of {budget}")
+        )
+    return peak, findings
 
 
 def _peak(plan: Plan, program: StageProgram, context: Context) -> int:
@@ -377,9 +379,9 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
         ("the objective", step, plan.proof.objective_s),
         *_bars(plan, compute_s, communication_s),
     ]
-    for name, derived, said in figures:
-        if not near(derived, said):
-            yield Finding("time", f"{name} takes {derived:.9g} s, not {said:.9g} s")
+    for name, derived, figure in figures:
+        if not near(derived, figure):
+            yield Finding("time", f"{name} takes {derived:.9g} s, not {figure:.9g} s")
 
 
 def _bars(

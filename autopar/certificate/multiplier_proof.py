@@ -90,14 +90,14 @@ class Moments:
         for user in node.users:
             if user.op != "call_function":
                 continue
-            again = self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
+            is_recomputable = self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
             if user.meta["phase"] == "backward":
                 read.append(self._position[user.name])
             elif _shares_memory(user):
                 read.append(self._read[user.name])
                 asked.append(self._asked[user.name])
                 through.append(self._again[user.name])
-            elif again:
+            elif is_recomputable:
                 asked.append(self._asked[user.name])
                 through.append(self._asked[user.name])
         return min(*asked, *read), min(read), min(through)
@@ -105,12 +105,12 @@ class Moments:
     def _last_needed(self, node: fx.Node) -> float:
         """Return the position of the last backward node that could need the result of a node, or a
         view of it; −∞ if there is none."""
-        found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
+        positions, in_backward = [-math.inf], node.meta.get("phase") == "backward"
         for user in node.users:
             if user.op != "call_function":
                 continue
             if user.meta["phase"] == "backward":
-                found += [
+                positions += [
                     self._position[user.name],
                     self._last[user.name] if in_backward and _is_view(user) else -math.inf,
                 ]
@@ -118,8 +118,8 @@ class Moments:
                 _is_view(user)
                 or self.priced.problem.ops[self._owner[user.meta["key"]]].recomputable
             ):
-                found.append(self._last[user.name])
-        return max(found)
+                positions.append(self._last[user.name])
+        return max(positions)
 
     def _waits(self, name: str, now: int, value: Value) -> bool:
         """Return whether all kept versions are certainly live: no node has needed the value yet, or
@@ -156,7 +156,7 @@ class Moments:
             else self._while(node, worth_s)
         )
         others = problem.num_in_flight - 1
-        held = (
+        num_waiting = (
             {
                 v: row.held.get(v, 0) + others * variant.count
                 for v, variant in enumerate(problem.variants)
@@ -164,18 +164,18 @@ class Moments:
             if others
             else row.held
         )
-        return MemoryRow(held, _both(row.live, sums), worth_s)
+        return MemoryRow(num_waiting, _both(row.live, sums), worth_s)
 
     def _while(self, node: fx.Node, worth_s: float) -> MemoryRow:
         problem, now = self.priced.problem, self._position[node.name]
-        held: dict[int, int] = {}
+        num_waiting: dict[int, int] = {}
         live: dict[int, list[int]] = {}
         reads = self._reads(node)
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
                 waiting = sum(self._waits(ref[0], now, value) for ref in refs if ref not in reads)
-                held |= {v: waiting} if waiting else {}
+                num_waiting |= {v: waiting} if waiting else {}
             elif not _shares_memory(node):
                 for name, result in refs:
                     if name == node.name:
@@ -190,7 +190,7 @@ class Moments:
             self._count(live, op, (self.facts.names[ref[0]], ref[1]), layouts)
         self._count_scratch(live, node)
         self._count_returned(live, now)
-        return MemoryRow(held, live, worth_s)
+        return MemoryRow(num_waiting, live, worth_s)
 
     def _count_scratch(self, live: dict[int, list[int]], node: fx.Node) -> None:
         """Add the scratch memory of the gradient of a cross entropy, if it is the first node of its
@@ -214,13 +214,13 @@ class Moments:
         """Return the memory row just after a node whose result is about to be reduced in a wider
         dtype."""
         problem, now = self.priced.problem, self._position[node.name]
-        held: dict[int, int] = {}
+        num_waiting: dict[int, int] = {}
         live: dict[int, list[int]] = {}
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
                 waiting = sum(now < self._asked[name] < math.inf for name, _ in refs)
-                held |= {v: waiting} if waiting else {}
+                num_waiting |= {v: waiting} if waiting else {}
                 continue
             fewest = min(value.graph.bytes)
             for name, result in refs:
@@ -241,7 +241,7 @@ class Moments:
                             [min(fewest, s.gradient_bytes) for s in problem.ops[n].strategies],
                         )
         self._count_returned(live, now + 0.5)
-        return MemoryRow(held, live, worth_s)
+        return MemoryRow(num_waiting, live, worth_s)
 
     def _while_widened(self, tensor: Tensor, v: int) -> list[int]:
         """Return the bytes of partial sums and of their copy in the dtype of the reduction, for
@@ -255,9 +255,9 @@ class Moments:
             for use in variant.uses
         )
         read = {s.layouts.inputs[use.operand] for use in uses for s in ops[use.op].strategies}
-        found = []
-        for made in (s.layouts.outputs[value.result] for s in ops[value.op].strategies):
-            sums, first = {made}, set[Layout]()
+        sizes = []
+        for produced in (s.layouts.outputs[value.result] for s in ops[value.op].strategies):
+            sums, first = {produced}, set[Layout]()
             while sums - first:
                 first |= sums
                 steps = (
@@ -273,9 +273,11 @@ class Moments:
             wide = [
                 held_bytes(tensor.shape, tensor.sum_dtype, at, self.mesh_shape) for at in reduced
             ]
-            counts = made.has_partial and made not in read and tensor.sum_dtype != tensor.dtype
-            found.append(min(map(sum, zip(narrow, wide, strict=True)), default=0) if counts else 0)
-        return found
+            counts = (
+                produced.has_partial and produced not in read and tensor.sum_dtype != tensor.dtype
+            )
+            sizes.append(min(map(sum, zip(narrow, wide, strict=True)), default=0) if counts else 0)
+        return sizes
 
     def _count_returned(self, live: dict[int, list[int]], now: float) -> None:
         for name, op in () if self.priced.problem.accumulates else self._returned_nodes().items():
@@ -428,14 +430,14 @@ class Stored:
         Args:
             proof: the proof or case with the multipliers; by default the plan's proof.
         """
-        tensors, found = self._tensors(), dict[int, Versions]()
+        tensors, versions = self._tensors(), dict[int, Versions]()
         for version in (proof or self.plan.proof).versions:
             v, problem = tensors.get((version.node, version.result), -1), self.priced.problem
             graph = problem.values[problem.variants[v].value].graph
             index = {str(layout): i for i, layout in enumerate(graph.layouts)} if v >= 0 else {}
             worths = version.values_s, version.copies_s, version.once_s
             if set().union(*worths) <= index.keys():
-                found[v] = Versions(
+                versions[v] = Versions(
                     *({index[layout]: worth for layout, worth in each.items()} for each in worths)
                 )
             else:
@@ -446,7 +448,7 @@ class Stored:
                         version.node,
                     )
                 )
-        return found
+        return versions
 
     def _tensors(self) -> dict[tuple[str, int], int]:
         return {

@@ -83,14 +83,16 @@ def few(pairs: Iterable[tuple[float, float]]) -> Pairs:
 
     Pairs that another one dominates are dropped. If too many remain, neighbours are merged.
     """
-    found: Pairs = []
+    pairs_left: Pairs = []
     for pair in sorted(pairs):
-        if not found or pair[1] < found[-1][1]:
-            found.append(pair)
-    while len(found) > _PAIRS:
-        halves = [(found[i][0], found[i + 1][1]) for i in range(0, len(found) - 1, 2)]
-        found = halves + found[2 * len(halves) :]
-    return found
+        if not pairs_left or pair[1] < pairs_left[-1][1]:
+            pairs_left.append(pair)
+    while len(pairs_left) > _PAIRS:
+        halves = [
+            (pairs_left[i][0], pairs_left[i + 1][1]) for i in range(0, len(pairs_left) - 1, 2)
+        ]
+        pairs_left = halves + pairs_left[2 * len(halves) :]
+    return pairs_left
 
 
 def least_over_cuts(
@@ -389,7 +391,7 @@ class Unfolded:
             behind: the reduced costs on the devices of the next stage.
             wire: the link between both stages.
         """
-        found: list[Pairs] = []
+        borders: list[Pairs] = []
         for mine, other in zip(self.crosses, behind.crosses, strict=True):
             pairs: Pairs = [(0.0, 0.0)]
             for ref, here in mine.items():
@@ -407,8 +409,8 @@ class Unfolded:
                 )
                 each = few(zip(before, after, strict=True))
                 pairs = few((a + c, b + d) for a, b in pairs for c, d in each)
-            found.append(pairs)
-        return found
+            borders.append(pairs)
+        return borders
 
     def _supply(self, tensor: _Tensor, loss: float) -> None:
         """Reduce the costs of a tensor's makers by its worth: to all readers if there is one maker,
@@ -551,16 +553,16 @@ class Unfolded:
 
     def _pi(self, v: int, use: int, later: bool, reads: Sequence[UnitPlace], num: int) -> Floats:
         """Return π of one reader, shifted so that the least is 0, as only differences count."""
-        found = np.zeros(num)
+        potential = np.zeros(num)
         for layout, worth in self.prices.get((v, use, later), {}).items():
-            found[layout] = max(worth, 0.0) / self.problem.variants[v].count / len(reads)
-        return found - found.min()
+            potential[layout] = max(worth, 0.0) / self.problem.variants[v].count / len(reads)
+        return potential - potential.min()
 
     def _mu(self, v: int, num: int) -> Floats:
-        found = np.zeros(num)
+        worths = np.zeros(num)
         for layout, worth in self.versions.get(v, {}).items():
-            found[layout] = max(worth, 0.0) / self.problem.variants[v].count
-        return found
+            worths[layout] = max(worth, 0.0) / self.problem.variants[v].count
+        return worths
 
     def _seconds(self, v: int, exposed: bool, *, later: bool) -> Floats:
         """Return the seconds of a tensor's collectives.

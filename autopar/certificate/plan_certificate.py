@@ -97,7 +97,7 @@ def certify(
     Returns:
         The certificate, with a finding for each claim that does not hold.
     """
-    part, how, made = staged or StagedTrace.of_one_stage(trace)
+    part, how, cut = staged or StagedTrace.of_one_stage(trace)
     pipeline = plan.as_pipeline
     said = (
         *identity(trace, plan, hardware),
@@ -112,9 +112,9 @@ def certify(
         if plan.pipeline is None:  # the plan itself is that of its only stage
             profile = slowest(hardware)
             return certify_stage(report, part, plan, profile, Context.of(part, plan))
-        program = emit(part, plan, how, made, named=False)
+        program = emit(part, plan, how, cut, named=False)
         returned = returned_of(part, how, plan.options.get("outputs", "dtensor"))
-        stages = _Stages(trace, part, made, plan, pipeline, hardware, returned).certificates()
+        stages = _Stages(trace, part, cut, plan, pipeline, hardware, returned).certificates()
     except AutoparError as error:
         return replace(
             report,
@@ -124,7 +124,7 @@ def certify(
         )
     handed = returned.handed_bytes if pipeline.axis else 0
     handed_s = handed_on_s(pipeline.axis, plan.mesh, hardware, handed)
-    found = [
+    findings = [
         *(
             replace(f, what=f"stage {n}: {f.what}")
             for n, stage in enumerate(stages)
@@ -132,15 +132,15 @@ def certify(
         ),
         *_check_schedule(plan, pipeline, part, returned),
         *_check_sent_outputs(pipeline, handed, handed_s),
-        *cuts(part, made, pipeline),
+        *cuts(part, cut, pipeline),
         *budgets(plan, pipeline),
-        *_check_joins(plan, pipeline, made, handed_s),
-        *shared_memory(plan, program, made.stages, hardware),
+        *_check_joins(plan, pipeline, cut, handed_s),
+        *shared_memory(plan, program, cut.stages, hardware),
     ]
-    bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
+    bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, findings)
     bound_s += handed_s
-    found += check_proof(plan.proof, bound_s)
-    report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
+    findings += check_proof(plan.proof, bound_s)
+    report = replace(report, findings=tuple(findings), certified_bound_s=bound_s)
     return _sum_stages(report, stages, pipeline, num, handed_s)
 
 
@@ -150,10 +150,10 @@ def _bound_s(
     pipeline: Pipeline,
     hardware: Hardware,
     stages: Sequence[Certificate],
-    found: list[Finding],
+    findings: list[Finding],
 ) -> tuple[float, int]:
     """Return the lower bound over all plans with this number of stages and microbatches in seconds,
-    and the number of multipliers that prove it. Findings are appended to `found`."""
+    and the number of multipliers that prove it. Findings are appended to `findings`."""
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
@@ -164,13 +164,13 @@ def _bound_s(
     )
     profiles = [profile_of(hardware, pipeline.axis, stage) for stage in range(len(stages))]
     kinds = tuple(dict.fromkeys(profiles))
-    said = [profile.name for profile in kinds[1:]]
-    if [each.profile for each in plan.proof.on_profiles] != said:
-        found.append(
+    names = [profile.name for profile in kinds[1:]]
+    if [each.profile for each in plan.proof.on_profiles] != names:
+        findings.append(
             Finding(
                 "bound",
                 "the plan has multipliers on"
-                f" {[each.profile for each in plan.proof.on_profiles]}, not on {said}",
+                f" {[each.profile for each in plan.proof.on_profiles]}, not on {names}",
             )
         )
         return 0.0, 0
@@ -188,7 +188,7 @@ def _bound_s(
             part, replace(plan, proof=proof), pipeline, profile, constraints
         )
         parts[profile], num = unfolded, num + stored.num_multipliers
-        found += stored.findings
+        findings += stored.findings
     taken = [parts[profile] for profile in profiles]
     wires = [
         wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1)
@@ -291,7 +291,7 @@ class _Stages:
         mesh = plan.mesh.without(pipeline.axis)
         forced = resolve(self.part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
         storage: dict[str, Layout] = dict(forced.storage)
-        found = []
+        certificates = []
         for number, (trace, staged) in enumerate(
             zip(self.made.stages, pipeline.stages, strict=True)
         ):
@@ -301,14 +301,14 @@ class _Stages:
                 storage=dict(storage),
                 starts=staged.starts,
             )
-            found.append(self._certificate(number, trace, staged, here))
+            certificates.append(self._certificate(number, trace, staged, here))
             chosen = staged.node_choices()
             storage |= {
                 p.name: _storage_layout(chosen, p.name)
                 for p in trace.parameters
                 if p.name in self.made.shared
             }
-        return found
+        return certificates
 
     def _certificate(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Certificate:
         """Certify one stage under the layouts that constraints and previous stages force."""
@@ -407,7 +407,7 @@ def _check_sent_outputs(pipeline: Pipeline, num_bytes: int, time_s: float) -> It
         )
 
 
-def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
+def _check_joins(plan: Plan, pipeline: Pipeline, cut: Cut, handed_s: float) -> Iterator[Finding]:
     """Yield a finding for each claim about the stages together that does not hold. `handed_s` is
     the time of a step in which outputs are sent to all stages."""
     num = len(pipeline.stages)
@@ -423,7 +423,7 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
             f" {pipeline.num_in_flight}"
         )
         yield Finding("memory", what)
-    for name, held_by in made.shared.items():
+    for name, held_by in cut.shared.items():
         rests = {str(_storage_layout(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
             yield Finding(
@@ -489,15 +489,15 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
     fullest = max((p for chunks in ranks for p in chunks), key=lambda p: p.peak_bytes)
     step_s, claimed = _whole_step_s(pipeline) + handed_s, plan.prediction
     simulated_s = _whole_step_s(pipeline, simulated=True) + handed_s
-    said: dict[str, tuple[float, float]] = {
+    figures: dict[str, tuple[float, float]] = {
         "the step": (step_s, claimed.step_s),
         "the objective": (step_s, plan.proof.objective_s),
         "the simulated step": (simulated_s, claimed.simulated_s),
     }
     for name, what in _OF_THE_SLOWEST.items():
         of_all = pipeline.num_microbatches * sum(getattr(p, name) for p in slowest)
-        said[what] = of_all, getattr(claimed, name)
-    for what, (derived, number) in said.items():
+        figures[what] = of_all, getattr(claimed, name)
+    for what, (derived, number) in figures.items():
         if not near(derived, number):
             yield Finding("time", f"{what} is {derived:.9g} s, not {number:.9g} s")
     alone = pipeline.num_chunks == 1  # else the memory of ranks counts (`shared_memory`)

@@ -119,18 +119,18 @@ def _rank(
         for kind, size in pipeline.stages[n].prediction.memory_bytes.items():
             kinds[kind] = kinds.get(kind, 0) + size
     state, _ = OPTIMIZERS[str(plan.options["optimizer"])]
-    held: set[str] = set()
+    names: set[str] = set()
     for n in numbers:
         for kind, tensors in (
             ("parameters", program.stages[n].parameters),
             ("buffers", program.stages[n].buffers),
         ):
-            for tensor in (t for t in tensors if t.name in held):
+            for tensor in (t for t in tensors if t.name in names):
                 kinds[kind] -= chunks[n].resting[tensor.name]
                 kinds["optimizer"] -= (
                     state * chunks[n].resting[tensor.name] if tensor.has_gradient else 0
                 )
-        held |= chunks[n].resting.keys()
+        names |= chunks[n].resting.keys()
     buffers = sum({form: size for n in numbers for form, size in forms[n].items()}.values())
     kinds |= {KERNELS_BUFFERS: buffers} if buffers or KERNELS_BUFFERS in kinds else {}
     batch = sum(_bytes(tensor) for tensor in program.inputs)
@@ -193,11 +193,11 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
 
     every = num_chunks * num_microbatches
     first = min((num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank), every)
-    found = [piece("F", k) for k in range(first)]
+    order = [piece("F", k) for k in range(first)]
     for k in range(every):
-        found += [piece("F", first + k)] if first + k < every else []
-        found.append(piece("B", k))
-    return found
+        order += [piece("F", first + k)] if first + k < every else []
+        order.append(piece("B", k))
+    return order
 
 
 def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:

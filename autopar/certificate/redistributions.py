@@ -81,14 +81,14 @@ class MoveWalk:
         """Check that all readers of a tensor in its own phase, and its kept versions, get their
         layouts."""
         here = (tensor.key, tensor.result)
-        made = {self.claims.chosen[tensor.key].outputs[tensor.result]}
+        produced = {self.claims.chosen[tensor.key].outputs[tensor.result]}
         steps = self.claims.steps.get((here, tensor.phase), ())
         kept = self.claims.kept.get(here, ())
-        at_hand, wanted = _reach(made, steps), self._read_in(tensor, tensor.phase)
+        at_hand, wanted = _reach(produced, steps), self._read_in(tensor, tensor.phase)
         is_computed = tensor.key in self.facts.nodes
-        yield from self._check_steps(tensor, steps, made, wanted | set(kept))
+        yield from self._check_steps(tensor, steps, produced, wanted | set(kept))
         waited = self._read_in(tensor, tensor.phase, by_ops=True)
-        yield from _check_slacks(tensor, steps, set() if is_computed else made, waited)
+        yield from _check_slacks(tensor, steps, set() if is_computed else produced, waited)
         others = [
             r
             for r in tensor.readers
@@ -99,7 +99,7 @@ class MoveWalk:
         if missing := wanted - at_hand:
             yield self._report_missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "forward":
-            yield from self._check_backward(tensor, made, at_hand, kept)
+            yield from self._check_backward(tensor, produced, at_hand, kept)
         elif kept or self.claims.steps.get((here, "forward")):
             yield Finding(
                 "kept values",
@@ -108,7 +108,7 @@ class MoveWalk:
             )
 
     def _check_backward(
-        self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]
+        self, tensor: Tensor, produced: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]
     ) -> Iterator[Finding]:
         """Check that backward gets the layouts in which it reads a forward tensor.
 
@@ -118,12 +118,12 @@ class MoveWalk:
 
         Args:
             tensor: the tensor.
-            made: the layout in which forward computes it.
+            produced: the layout in which forward computes it.
             at_hand: all layouts that it has in forward.
             kept: layouts that are kept for backward.
         """
         rests, read_again = (
-            made if tensor.resident else set[Layout](),
+            produced if tensor.resident else set[Layout](),
             self._read_by_recomputation(tensor),
         )
         again = self.claims.again.get(tensor.key)
@@ -175,8 +175,8 @@ class MoveWalk:
                 always or step.collective.kind in HOST_KINDS
             ) and step.collective.kind != "slice"
             if step.beside != counts:
-                said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-                what = f"{said} {'counts' if counts else 'does not count'} as overlapping compute"
+                text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+                what = f"{text} {'counts' if counts else 'does not count'} as overlapping compute"
                 yield Finding(
                     "moves",
                     f"{what}, which differs from the plan",
@@ -204,20 +204,20 @@ class MoveWalk:
         where, at_hand = _name(tensor.key, tensor.result), _reach(sources, steps)
         targets = [step.target for step in steps]
         for step in steps:
-            said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+            text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
             if step.source not in at_hand:
-                yield Finding("moves", f"{said} reads a layout that does not exist", where)
+                yield Finding("moves", f"{text} reads a layout that does not exist", where)
             if step.target not in wanted and all(other.source != step.target for other in steps):
-                yield Finding("moves", f"{said} returns a layout that is never read", where)
+                yield Finding("moves", f"{text} returns a layout that is never read", where)
             if step.target in sources or targets.count(step.target) > 1:
-                yield Finding("moves", f"{said} returns a layout that already exists", where)
+                yield Finding("moves", f"{text} returns a layout that already exists", where)
             yield from self.steps_of(tensor, step)
 
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
         """Yield the faults of one collective, regardless of its source."""
-        said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
+        text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
         for what in self._find_faults(tensor, step):
-            yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
+            yield Finding("moves", f"{text}: {what}", _name(tensor.key, tensor.result))
 
     def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
         """Yield the faults of one collective: its target, its bytes, and its time."""
@@ -328,11 +328,11 @@ def _check_slacks(
 
 def _reach(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
     """Return all layouts that the steps produce from the sources."""
-    found, left = set(sources), list(steps)
-    while ready := [step for step in left if step.source in found]:
-        found |= {step.target for step in ready}
+    reached, left = set(sources), list(steps)
+    while ready := [step for step in left if step.source in reached]:
+        reached |= {step.target for step in ready}
         left = [step for step in left if step not in ready]
-    return found
+    return reached
 
 
 def _name(key: str, result: int) -> str:

@@ -226,7 +226,7 @@ def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified,
 
 def _holds(value: Any, names: Sequence[str]) -> bool:
     """Return whether a path has a nonempty value."""
-    return any(found not in (None, "", {}) for found in _values(value, names))
+    return any(each not in (None, "", {}) for each in _values(value, names))
 
 
 def _values(value: Any, names: Sequence[str]) -> Iterator[Any]:
@@ -425,10 +425,10 @@ class Certificate:
 
     def _finding_lines(self) -> Iterator[str]:
         for claim in dict.fromkeys(f.claim for f in self.findings):
-            found = [f for f in self.findings if f.claim == claim]
-            yield from map(str, found[:_SHOWN])
-            if len(found) > _SHOWN:
-                yield f"{claim}: and {len(found) - _SHOWN} more"
+            findings = [f for f in self.findings if f.claim == claim]
+            yield from map(str, findings[:_SHOWN])
+            if len(findings) > _SHOWN:
+                yield f"{claim}: and {len(findings) - _SHOWN} more"
 
     def _note_lines(self) -> Iterable[str]:
         noted = (f"note: {note}" for note in self.notes)

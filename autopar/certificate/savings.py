@@ -111,18 +111,18 @@ class SavingProduct:
     def _result_chunk(self, num: int) -> TensorInfo:
         """Return the shape and dtype of one of `num` chunks of the local result."""
         (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
-        _, made = self._terms()
-        return _cut_dim(whole, made, made[self.dim], num)
+        _, result = self._terms()
+        return _cut_dim(whole, result, result[self.dim], num)
 
     def _terms(self) -> tuple[list[str], str]:
-        left, made = str(self.call.args[0]).replace(" ", "").split("->")
-        return left.split(","), made
+        left, result = str(self.call.args[0]).replace(" ", "").split("->")
+        return left.split(","), result
 
     def _pass_s(self, further: int) -> float:
         """Return the seconds of a pass over one part per rank and `further` additional parts."""
-        made = self._result_chunk(1)
-        part = made.dtype.itemsize * math.prod(made.shape) // self.num
-        return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
+        chunk = self._result_chunk(1)
+        part = chunk.dtype.itemsize * math.prod(chunk.shape) // self.num
+        return self.rates.op_s("elementwise", 0, (self.num + further) * part, chunk.dtype)
 
 
 def _cut_dim(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:

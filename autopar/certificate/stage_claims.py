@@ -74,12 +74,12 @@ def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterato
     """
     if not is_simulated(plan):
         return
-    derived, said = tuple(_derived_bars(plan, program, crossing)), plan.prediction.timeline
-    if len(derived) != len(said):
-        yield Finding("time", f"the timeline has {len(derived)} bars, not {len(said)}")
+    derived, claimed_bars = tuple(_derived_bars(plan, program, crossing)), plan.prediction.timeline
+    if len(derived) != len(claimed_bars):
+        yield Finding("time", f"the timeline has {len(derived)} bars, not {len(claimed_bars)}")
         return
     end_s = max((start_s + time_s for *_, start_s, time_s in derived), default=0.0)
-    for bar, claimed in zip(derived, said, strict=True):
+    for bar, claimed in zip(derived, claimed_bars, strict=True):
         apart = max(abs(bar[3] - claimed[3]), abs(bar[4] - claimed[4]))
         if bar[:3] != claimed[:3] or apart > NEAR * end_s:
             yield Finding("time", f"the timeline has {_shown(bar)}, not {_shown(claimed)}")
@@ -127,8 +127,8 @@ def _outside_of_graph(
 
 def _sum(plan: Plan, kind: str, crossing: frozenset[str], *, crosses: bool) -> float:
     """Return the seconds of all entries of a kind."""
-    found = (e for e in plan.entries if e.kind == kind and _crosses(e, crossing) == crosses)
-    return sum(len(entry.instances) * entry.time_s for entry in found)
+    entries = (e for e in plan.entries if e.kind == kind and _crosses(e, crossing) == crosses)
+    return sum(len(entry.instances) * entry.time_s for entry in entries)
 
 
 def _crosses(entry: Entry, crossing: frozenset[str]) -> bool:
@@ -196,12 +196,12 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
 
 def _claimed_layouts(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
     here = tensor.key, tensor.result
-    for said in (claims.chosen, claims.again):
-        if tensor.key in said:
-            yield from said[tensor.key].outputs[tensor.result : tensor.result + 1]
+    for strategies in (claims.chosen, claims.again):
+        if tensor.key in strategies:
+            yield from strategies[tensor.key].outputs[tensor.result : tensor.result + 1]
         for reader in tensor.readers:
-            if reader.key in said:
-                yield from said[reader.key].inputs[reader.operand : reader.operand + 1]
+            if reader.key in strategies:
+                yield from strategies[reader.key].inputs[reader.operand : reader.operand + 1]
     yield from claims.kept.get(here, ())
     for phase in ("forward", "backward", "step"):
         for step in claims.steps.get((here, phase), ()):
@@ -258,7 +258,7 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
         key = _FIELD.sub("*", entry.nodes[0].node)
         seen[key] += 1
         unique = key if seen[key] == 1 else f"{key} ({seen[key]})"
-        said = {
+        figures = {
             "key": unique,
             "module": _module(key),
             "op": key.split("/")[1],
@@ -269,7 +269,7 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
             yield Finding(
                 "words", f"the ops without a rule are {derived_ops}, not {ops}", entry.key
             )
-        for name, derived in said.items():
+        for name, derived in figures.items():
             if getattr(entry, name) != derived:
                 yield Finding(
                     "words", f"its {name} is {derived!r}, not {getattr(entry, name)!r}", entry.key
@@ -281,8 +281,8 @@ def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
     experiment."""
     keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
     calls = [call_of(nodes[key]) for key in keys if key in nodes]
-    found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
-    return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(found)}
+    names = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
+    return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(names)}
 
 
 def _ops_without_rule(entry: Entry, nodes: Mapping[str, fx.Node]) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ def on_hosts(
         Kind of memory → bytes.
     """
     state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
-    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
+    sizes = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
     for p in trace.parameters:
         rests = claims.chosen.get(
             storage_key(p.name), claims.chosen[parameter_key(p.name)]
@@ -348,23 +348,23 @@ def on_hosts(
         if rests.host:
             wide = torch.float32 if context.accumulates and p.dtype.itemsize < 4 else p.dtype
             size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
-            found["parameters"] += size
-            found["optimizer"] += state * size if p.gradient is not None else 0
-            found["gradients"] += (
+            sizes["parameters"] += size
+            sizes["optimizer"] += state * size if p.gradient is not None else 0
+            sizes["gradients"] += (
                 held_bytes(p.view, wide, rests, plan.mesh.shape) if p.gradient is not None else 0
             )
-            found["copies"] += (
+            sizes["copies"] += (
                 held_bytes(p.view, p.compute_dtype, rests, plan.mesh.shape)
                 if p.compute_dtype != p.dtype
                 else 0
             )
     for where, layouts in claims.kept.items():
         tensor = facts.tensors[where]
-        made = claims.chosen[tensor.key].outputs[tensor.result]
-        stored = [at for at in layouts if at.host and not made.host]
+        produced = claims.chosen[tensor.key].outputs[tensor.result]
+        stored = [at for at in layouts if at.host and not produced.host]
         size = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in stored)
-        found["activations"] += size * context.num_in_flight
-    return {kind: size for kind, size in found.items() if size}
+        sizes["activations"] += size * context.num_in_flight
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
@@ -465,7 +465,7 @@ class _StageCheck:
         plan = self.plan
         stored = Stored(self.trace, plan, self.priced, self.facts)
         bound_s = stored.bound_s()
-        found = [*stored.findings, *check_proof(plan.proof, bound_s)]
+        findings = [*stored.findings, *check_proof(plan.proof, bound_s)]
         report = replace(
             report,
             certified_bound_s=bound_s,
@@ -482,14 +482,16 @@ class _StageCheck:
             if self.context.accumulates
             else frozenset[str]()
         )
-        again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
+        recomputable = frozenset(
+            n for n, op in enumerate(self.priced.problem.ops) if op.recomputable
+        )
         walk = MoveWalk(
             self.facts,
             self.claims,
             plan.mesh,
             self.profile,
             decisions.owner,
-            again,
+            recomputable,
             rests,
             self.context.num_microbatches,
         )
@@ -499,33 +501,33 @@ class _StageCheck:
             *beyond(self.facts, self.claims, len(plan.mesh.axes)),
         ]
         if strangers:
-            return replace(report, findings=(*strangers, *found))
+            return replace(report, findings=(*strangers, *findings))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
         kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
         own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
         shared = BucketWalk(
             self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches
         )
-        found = [
+        findings = [
             *decisions.findings(),
             *walk.findings(),
             *own.findings(),
             *kernels.findings(),
             *shared.findings(),
             *once,
-            *found,
+            *findings,
         ]
-        found += words(plan, self.trace, self.facts)
-        if not any(f.claim == "layouts" for f in found):
+        findings += words(plan, self.trace, self.facts)
+        if not any(f.claim == "layouts" for f in findings):
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)
-            found += times(plan, seconds)
+            findings += times(plan, seconds)
         return self._check_program(
-            report, found, sum((*kernels.shared.values(), *own.shared.values()))
+            report, findings, sum((*kernels.shared.values(), *own.shared.values()))
         )
 
     def _check_program(
-        self, report: Certificate, found: list[Finding], shared_bytes: int
+        self, report: Certificate, findings: list[Finding], shared_bytes: int
     ) -> Certificate:
         """Add the figures and findings that follow from the emitted program.
 
@@ -537,10 +539,13 @@ class _StageCheck:
                 replace(self.plan, overlap=Overlap()),
                 accumulates=self.context.accumulates,
             )
-            program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
-            found += emission(self.plan, self.claims, program)
-            found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
-            found += bars(self.plan, program, crossing_keys(self.trace))
+            program, overlapped = (
+                apply_overlap(serial, self.plan)[0],
+                least_overlap(serial, self.plan),
+            )
+            findings += emission(self.plan, self.claims, program)
+            findings += overlap(self.plan, program, overlapped, self.profile.overlap_slowdown)
+            findings += bars(self.plan, program, crossing_keys(self.trace))
             sizes = sum_resting(
                 self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates
             )
@@ -548,7 +553,7 @@ class _StageCheck:
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
             where = "" if error.where is None else str(error.where)
-            return replace(report, findings=(*found, Finding("emission", error.what, where)))
+            return replace(report, findings=(*findings, Finding("emission", error.what, where)))
         on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
         wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
         if peak > self.profile.device_memory_bytes:
@@ -557,4 +562,4 @@ class _StageCheck:
                 f" {self.profile.device_memory_bytes}"
             )
             wrong.append(Finding("memory", what))
-        return replace(report, findings=(*found, *wrong), peak_bytes=peak)
+        return replace(report, findings=(*findings, *wrong), peak_bytes=peak)

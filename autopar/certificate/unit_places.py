@@ -77,28 +77,30 @@ class Places:
         Raises:
             KeyError: if `placing` belongs to another trace.
         """
-        found = Places(priced, placing)
-        made = next(iter(reversed(trace.graph.nodes))).args[0]
+        places = Places(priced, placing)
+        outputs = next(iter(reversed(trace.graph.nodes))).args[0]
         gradients = {
-            p.name: (made[p.gradient].name, 0) for p in trace.parameters if p.gradient is not None
+            p.name: (outputs[p.gradient].name, 0)
+            for p in trace.parameters
+            if p.gradient is not None
         }
-        layers, asked = found._find_layers(), Facts.of(trace).asked
+        layers, asked = places._find_layers(), Facts.of(trace).asked
         loose: list[Loose] = []
         for op, source in enumerate(priced.sources):
             if source.cluster is not None:
-                may_run_again = found._is_recomputable(op, forced)
-                loose += found._put_clusters(
+                may_run_again = places._is_recomputable(op, forced)
+                loose += places._put_clusters(
                     op, source.cluster.instances, asked, layers, always=may_run_again
                 )
             for number, (name, node) in enumerate(zip(source.names, source.nodes, strict=True)):
                 if source.kind == "parameter":
-                    found._put_parameter(
+                    places._put_parameter(
                         op, number, name, (node, 0), (gradients[name],) if name in gradients else ()
                     )
                 else:
-                    loose += found._put_interface(op, number, source.kind, node)
-        found._put_everywhere(loose)
-        return found
+                    loose += places._put_interface(op, number, source.kind, node)
+        places._put_everywhere(loose)
+        return places
 
     def _put_clusters(
         self,
@@ -188,17 +190,17 @@ class Places:
     def _put_parameter(
         self, op: int, number: int, name: str, here: Ref, gradient: tuple[Ref, ...]
     ) -> None:
-        held = self.placing.holders[name]
-        if len(held) == 1:
-            self._add_place(op, number, held[0], gradient, (here,))
+        units = self.placing.holders[name]
+        if len(units) == 1:
+            self._add_place(op, number, units[0], gradient, (here,))
             return
         self.hidden |= {*gradient}
         training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {
-            *held
+            *units
         }
         # Each unit has a part of the gradient and of the time. A stage that contains several of
         # them has the parameter once.
-        for unit in held:
+        for unit in units:
             self._add_place(
                 op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0
             )
@@ -215,12 +217,12 @@ class Places:
 
     def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
         """Return tensor → the layers whose ops read it in forward."""
-        found: dict[Ref, set[tuple[int, ...]]] = {}
+        layers: dict[Ref, set[tuple[int, ...]]] = {}
         for source in self.priced.sources:
             for cluster in source.cluster.instances if source.cluster else ():
                 for ref in cluster.operands if cluster.phase == "forward" else ():
-                    found.setdefault(ref, set()).add(cluster.indices)
-        return found
+                    layers.setdefault(ref, set()).add(cluster.indices)
+        return layers
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,10 +236,10 @@ Flags = NDArray[np.bool_]
 
 def flags(num: int, layouts: Iterable[Ints]) -> Flags:
     """Return a boolean array of length `num` that is True at the given layouts."""
-    found = np.zeros(num, bool)
+    mask = np.zeros(num, bool)
     for each in layouts:
-        found[each] = True
-    return found
+        mask[each] = True
+    return mask
 
 
 def weigh_terms(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
@@ -264,10 +266,10 @@ def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Fl
         One flag per layout.
     """
     tails, heads = ends_of(graph)[:: -1 if back else 1]
-    found = start.copy()
+    reached = start.copy()
     for _ in graph.layouts:
-        found[heads[found[tails]]] = True
-    return found
+        reached[heads[reached[tails]]] = True
+    return reached
 
 
 def raise_to_ends(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:

@@ -84,7 +84,7 @@ def trace_stage_peak(
             )
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches)}
             work.begin((), parameters, buffers, parts, 1.0, keep=trained)
-            held = _bytes_held(work, memory, sends=schedule == "gpipe" and waiting is None)
+            held_bytes = _bytes_held(work, memory, sends=schedule == "gpipe" and waiting is None)
             work.clear()
             memory.reset_peak()
             work.begin(collected, parameters, buffers, parts, 1.0, keep=trained)
@@ -98,7 +98,9 @@ def trace_stage_peak(
                 joined = put_together(work)
                 work.finish()
                 del joined
-    return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
+    return StagePeak(
+        memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held_bytes, held_bytes
+    )
 
 
 def batch_of(program: StageProgram, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -145,9 +147,9 @@ def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
     sent = work.leaving_outputs(0)
     if not sends:
         sent = []
-    held = memory.live_bytes - before
+    num_bytes = memory.live_bytes - before
     del sent
-    return held
+    return num_bytes
 
 
 def put_together(work: StageWork) -> list[Tensor]:
@@ -165,13 +167,13 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
     those of the first microbatch."""
     shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
     for _ in range(num_more):
-        made: dict[int, Tensor] = {}
+        storages: dict[int, Tensor] = {}
         for values in filter(None, work.outputs.values()):
             storage = values[0].untyped_storage()
             if storage._cdata in shared:
                 values.append(values[0])
                 continue
-            base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
+            base = storages.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
             values.append(as_view(base, view_of(values[0])))
 
 
@@ -187,13 +189,13 @@ def _forwards_first(
         work.forward(number)
         sent = work.leaving_outputs(number)
     del sent
-    made = {
+    tensors = {
         path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()
     }
     work.outputs.clear()
     for t in returned.outputs:  # add the outputs of other stages
-        if t.name not in made:
-            made[t.name] = torch.empty(t.shape, dtype=t.dtype, device=work.device)
+        if t.name not in tensors:
+            tensors[t.name] = torch.empty(t.shape, dtype=t.dtype, device=work.device)
     if trained:
         tangents = {
             t.name: torch.empty(t.shape, dtype=t.dtype, device=work.device)
@@ -314,15 +316,17 @@ def chunk_memory(program: StageProgram, outputs: Outputs) -> ChunkMemory:
         parts = [{**part, **given} for part in parts]
         with memory:
             memory.register((*tensors, *(x for part in parts for x in part.values())))
-            found = _Measured(work, memory)
+            measuring = _Measured(work, memory)
             num = len(program.parameters)
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches=2)}
             for _ in range(2):  # the first step also creates tensors that graphs keep
-                measured = found.step(tensors[:num], tensors[num:], parts, collected)
+                measured = measuring.step(tensors[:num], tensors[num:], parts, collected)
     names = [t.name for t in (*program.parameters, *program.buffers)]
-    resting = {name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)}
-    resting |= {path: x.untyped_storage().nbytes() for path, x in given.items()}
-    return ChunkMemory(resting, program.mutated, **measured)
+    resting_bytes = {
+        name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)
+    }
+    resting_bytes |= {path: x.untyped_storage().nbytes() for path, x in given.items()}
+    return ChunkMemory(resting_bytes, program.mutated, **measured)
 
 
 class _Measured:
@@ -345,37 +349,37 @@ class _Measured:
             collected: the paths of the outputs that are collected.
         """
         work = self._work
-        found: dict[str, Any] = {}
-        found["begin"], _ = self._rise(
+        sizes: dict[str, Any] = {}
+        sizes["begin"], _ = self._rise(
             lambda: work.begin(collected, parameters, buffers, parts, 1.0, keep=True)
         )
         before = self._memory.live_bytes
         for number, still_sent in enumerate((False, True)):
             rise, received = self._rise(partial(work.arriving_inputs, number))
-            found["received"] = rise.after
+            sizes["received"] = rise.after
             del received
-            found["forward"], _ = self._rise(partial(work.forward, number))
+            sizes["forward"], _ = self._rise(partial(work.forward, number))
             sent = work.leaving_outputs(number)
             if not still_sent:
-                found["sent"] = self._free(sent)
+                sizes["sent"] = self._free(sent)
             rise, received = self._rise(partial(work.arriving_gradients, number))
-            found["received_back"] = rise.after
+            sizes["received_back"] = rise.after
             del received
-            found["backward_beside" if still_sent else "backward"], _ = self._rise(
+            sizes["backward_beside" if still_sent else "backward"], _ = self._rise(
                 partial(work.backward, number)
             )
             if still_sent:
-                found["sent_late"] = self._free(sent)
-            found["returned"] = self._free(work.leaving_gradients(number))
-        found["collected"] = (self._memory.live_bytes - before) // 2
+                sizes["sent_late"] = self._free(sent)
+            sizes["returned"] = self._free(work.leaving_gradients(number))
+        sizes["collected"] = (self._memory.live_bytes - before) // 2
         before = self._memory.live_bytes
         joined = put_together(work)
-        found["joined"] = (self._memory.live_bytes - before) // 2
+        sizes["joined"] = (self._memory.live_bytes - before) // 2
         del joined
         work.outputs.clear()
-        found["finish"], gradients = self._rise(work.finish)
+        sizes["finish"], gradients = self._rise(work.finish)
         del gradients
-        return found
+        return sizes
 
     def _rise(self, run: Callable[[], Any]) -> tuple[Rise, Any]:
         before = self._memory.live_bytes
@@ -414,10 +418,10 @@ class _Replay:
 
     def run(self, actions: Sequence[Action], num_microbatches: int) -> int:
         """Return the peak of these actions."""
-        resting: dict[str, int] = {}
+        resting_bytes: dict[str, int] = {}
         for chunk in self._chunks.values():
-            resting |= chunk.resting
-        self._add(sum(resting.values()))
+            resting_bytes |= chunk.resting
+        self._add(sum(resting_bytes.values()))
         changed: set[str] = set()
         for chunk in self._chunks.values():
             self._add(sum(chunk.resting[name] for name in chunk.mutated if name in changed))
