@@ -206,7 +206,7 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
 
 def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     """Add one tensor: rows (2), (3), (4) and (9)."""
-    tensor = _Tensor.read(dual.problem, v)
+    tensor = _PricedTensor.of(dual.problem, v)
     graph, maker, made, reads = tensor.value.graph, tensor.value.op, tensor.made, tensor.reads
     now = {i: _prices(prices, (v, i, False), graph) for i in tensor.in_own_phase}
     for i, worth in now.items():
@@ -223,7 +223,7 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _PricedTensor:
     """A tensor of the problem and its readers.
 
     Attributes:
@@ -241,13 +241,13 @@ class _Tensor:
     reads: Sequence[Ints]
 
     @staticmethod
-    def read(problem: Problem, v: int) -> _Tensor:
+    def of(problem: Problem, v: int) -> _PricedTensor:
         """Return the tensor with index `v`."""
         variant = problem.variants[v]
         value = problem.values[variant.value]
         made = _layouts(problem, value.graph, value.op, "outputs", value.result)
         reads = [_layouts(problem, value.graph, u.op, "inputs", u.operand) for u in variant.uses]
-        return _Tensor(v, value, variant.uses, made, reads)
+        return _PricedTensor(v, value, variant.uses, made, reads)
 
     @property
     def in_own_phase(self) -> list[int]:
@@ -266,7 +266,7 @@ class _Tensor:
 
 def _kept_tensor(
     dual: _Dual,
-    tensor: _Tensor,
+    tensor: _PricedTensor,
     then: Mapping[int, Floats],
     per_kept_byte: float,
     versions: Ints,

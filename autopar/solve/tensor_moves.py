@@ -129,8 +129,9 @@ def moves_of(
     Raises:
         LayoutError: if some layout cannot be reached.
     """
-    variant = _ChosenVariant(problem, v, (strategies, recomputed), balance)
-    value, ends = variant.value, variant.ends_in_own_phase()
+    value = problem.values[problem.variants[v].value]
+    variant = _ChosenVariant(problem, v, value, (strategies, recomputed), balance)
+    ends = variant.ends_in_own_phase()
     first = variant.redistribute(False, ends)
     later = variant.reads_in_backward()
     if not later.wanted:
@@ -284,19 +285,16 @@ class _ChosenVariant:
     Attributes:
         problem: the problem.
         v: index of the variant.
+        value: its value.
         chosen: strategies, and those of ops that backward recomputes.
         balance: overlap weights at whose prices the trees are cheapest.
     """
 
     problem: Problem
     v: int
+    value: Value
     chosen: Chosen
     balance: OverlapWeights
-
-    @property
-    def value(self) -> Value:
-        """The value of the variant."""
-        return self.problem.values[self.problem.variants[self.v].value]
 
     def ends_in_own_phase(self) -> _Ends:
         """Return the layouts between which the tensor moves in the phase that computes it."""
