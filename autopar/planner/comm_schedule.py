@@ -224,14 +224,10 @@ class Groups:
 
 def _without_later_steps(steps: Sequence[fx.Node]) -> list[fx.Node]:
     """Keep only the first step of each tensor; the later steps wait for it."""
-    found: list[fx.Node] = []
-    tensors = set[tuple[str, int]]()
+    first: dict[tuple[str, int], fx.Node] = {}
     for node in steps:
-        tensor = node.meta["moved"].node, node.meta["moved"].result
-        if tensor not in tensors:
-            found.append(node)
-        tensors.add(tensor)
-    return found
+        first.setdefault((node.meta["moved"].node, node.meta["moved"].result), node)
+    return list(first.values())
 
 
 @dataclass(frozen=True, slots=True)
