@@ -361,20 +361,19 @@ class Ordering:
         offers = BucketOffers.of(groups, tried.program, fits_together)
         if offers.saved_s() < WORTH * tried.plan.prediction.serial_s:
             return
-        numbers, seen = [_NUM_BUCKETS], set[tuple[Bucket, ...]]()
+        numbers, seen = [_NUM_BUCKETS], set[tuple[Bucket, ...]]([()])
         for num in numbers:
-            buckets = offers.with_num(num)
-            if not buckets or buckets in seen:
-                continue
-            seen.add(buckets)
-            plan = replace(tried.plan, buckets=buckets)
-            found = self._reduce_to_budget(
-                replace(tried, plan=plan, program=programs[buckets]), tried.program
-            )
+            buckets, fits = offers.with_num(num), True
+            if buckets not in seen:
+                seen.add(buckets)
+                plan = replace(tried.plan, buckets=buckets)
+                candidate = replace(tried, plan=plan, program=programs[buckets])
+                found = self._reduce_to_budget(candidate, tried.program)
+                fits = found is candidate
+                if found is not None:
+                    yield found
             if num == _NUM_BUCKETS:
-                numbers += _FEWER if found and found.plan.buckets == buckets else _MORE
-            if found is not None:
-                yield found
+                numbers += _FEWER if fits else _MORE
 
     def _reduce_to_budget(self, tried: Candidate, plain: StageProgram) -> Candidate | None:
         """Remove the buckets that hold tensors where the plan exceeds the budget.
