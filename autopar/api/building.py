@@ -45,6 +45,7 @@ from autopar.constraints import (
     pipeline,
     rests_as,
 )
+from autopar.constraints.words import in_words
 from autopar.core.layout import Layout
 from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.core.terminal import progress_of_long
@@ -443,7 +444,7 @@ def _plan_together(
             validate_before_run(as_planned(found.trace, plan), plan, found.planned.program)
             return plan, found.planned.program
     elif plan is None:
-        with announced(f"compiles {type(request.model).__name__}"):
+        with announced(f"compiles {type(request.model).__name__}{_describe_request(request)}"):
             plan, captured, key = _from_rank_zero(order, args, kwargs)
     with captures_cached(use=request.options.cache):
         trace = traced_for(plan, request.model, args, kwargs) if captured is None else captured
@@ -452,6 +453,29 @@ def _plan_together(
         with _progress_on_rank_zero("emitting and validating the program"):
             program = program_of(plan, request.model, trace, args, kwargs, request.captured)
     return plan, program
+
+
+_COMPARED = (
+    "num_microbatches",
+    "loss_rows",
+    "precision",
+    "batch",
+    "outputs",
+    "optimizer",
+    "inference",
+)
+"""The options that every rank has to pass, next to the constraints. Budgets may differ."""
+
+
+def _describe_request(request: PlanRequest) -> str:
+    """Describe the options that differ from their defaults. The text is equal on ranks with equal
+    requests."""
+    options, usual = request.options, PlanOptions()
+    values = {name: getattr(options, name) for name in _COMPARED}
+    changed = [f"{k}={value!r}" for k, value in values.items() if value != getattr(usual, k)]
+    if options.constraints:
+        changed.append(f"constraints=[{', '.join(map(in_words, options.constraints))}]")
+    return f" for mesh {as_mesh(request.mesh)}{''.join(f', {each}' for each in changed)}"
 
 
 def _progress_on_rank_zero(what: str) -> AbstractContextManager[Any]:

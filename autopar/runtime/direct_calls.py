@@ -31,7 +31,7 @@ from autopar.runtime.backward import (
 )
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.guarded_outputs import refuse_backward
-from autopar.runtime.loss_scaling import LossScale
+from autopar.runtime.loss_scaling import LossFactors, LossScale
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import check_tangents
@@ -66,7 +66,7 @@ class DirectCalls:
         self._loss = next(
             (i for i, t in enumerate(stage.outputs) if t.is_loss and t.has_gradient), None
         )
-        self._num_backwards = 0
+        self._factors, self._num_backwards = LossFactors(), 0
 
     @property
     def held(self) -> tuple[ProgramTensor, ...]:
@@ -169,7 +169,9 @@ class DirectCalls:
         absent = frozenset(place for place, (_, tangent) in enumerate(pairs) if tangent is None)
         # the caller may have enabled autocast
         autocast = torch.autocast(self._devices.device_type, enabled=False)
-        with announced(f"runs backward of {self._title}", self._devices):
+        loss = None if self._loss is None else tangents[self._loss]
+        what = f"runs backward of {self._title}{self._factors.describe(loss)}"
+        with announced(what, self._devices):
             self._check_returned(pairs)
             returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
             with autocast:
@@ -208,7 +210,7 @@ class DirectCalls:
 
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
         """In backwards 1, 2, 4, 8 and so on, check that every rank computed the same loss from the
-        outputs."""
+        outputs. If the model computes its loss, its factor is announced instead."""
         if self._loss is not None:
             return
         self._num_backwards += 1

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture.trace import Trace
 from autopar.errors import RuntimeStateError
+from autopar.runtime.optimizers import may_step_compiled
+from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
 
 log = logging.getLogger("autopar")
@@ -121,6 +124,31 @@ def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
     return max(abs(math.log2(abs(x))) for x in (assumed, tangent)) <= _WIDE
 
 
+class LossFactors:
+    """Descriptions of the factors of the loss with which backwards of one module start.
+
+    Ranks compare the descriptions before backward, so that no rank multiplies its loss by another
+    factor. Reading the factor from a GPU waits for the GPU. There it is read only in backwards 1,
+    2, 4, 8 and so on.
+    """
+
+    def __init__(self) -> None:
+        self._num_backwards = 0
+
+    def describe(self, tangent: Tensor | None) -> str:
+        """Describe the factor of the next backward; empty if it is 1 or is not read.
+
+        Args:
+            tangent: the tangent of the loss, a scalar; None if the loss is not used.
+        """
+        self._num_backwards += 1
+        is_turn = self._num_backwards & (self._num_backwards - 1) == 0
+        if tangent is None or not (is_turn or tangent.device.type == "cpu"):
+            return ""
+        factor = float(tangent)
+        return "" if factor == 1.0 else f" of the loss multiplied by {factor!r}"
+
+
 # --------------------------------------------------------------------------------------------------
 # Sharing of overflows that gradient scalers find between the stages of a pipeline.
 #
@@ -132,8 +160,10 @@ def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
 # same.
 #
 # The reduction is collective: every rank must call the scaler for the same optimizers in the same
-# order.
+# order. Ranks announce it, so that a rank which does not take part is named. Optimizers of other
+# models are not reduced.
 
+_ANNOUNCED = "unscales the gradients of an optimizer with a GradScaler"
 _GROUPS: dict[
     tuple[int, ...], tuple[dist.ProcessGroup, str]
 ] = {}  # the group and device type of each pipeline, by its ranks
@@ -166,8 +196,11 @@ def _share_overflows(unscale: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(
             scaler, optimizer, inv_scale, found_inf, *args, **kwargs
         )
-        for group, device_type in _live_groups():
-            _share(found, found_inf, group, device_type)
+        groups = _live_groups() if may_step_compiled(optimizer) else []
+        for group, device_type in groups:
+            is_whole = group.size() == dist.get_world_size()
+            with announced(_ANNOUNCED) if is_whole else nullcontext():
+                _share(found, found_inf, group, device_type)
         return found
 
     return unscale_and_share

@@ -231,6 +231,25 @@ class ParallelModule(Compiled):
         if isinstance(variant, ParallelModule):
             variant._loss_scaling = self._loss_scaling
 
+    def _describe_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        scale = "" if self.loss_scale == 1.0 else f", with loss_scale={self.loss_scale!r}"
+        return f"{super()._describe_call(args, kwargs)}{scale}{self._describe_training()}"
+
+    def _describe_training(self) -> str:
+        """Describe what else has to be equal on ranks that hold the same parameters, in training:
+        the steps since the last call, frozen parameters, and whether gradients are accumulated.
+        """
+        steps = self._steps.before_call
+        if self._stage_group is not None or steps is None:
+            return ""
+        parts = [f"after a step of {steps}"] if steps else []
+        if torch.is_grad_enabled():
+            parameters = [*self.parameters()]
+            num_frozen = sum(not p.requires_grad for p in parameters)
+            parts += [f"with {num_frozen} frozen parameters"] if num_frozen else []
+            parts += ["adding to gradients"] if any(p.grad is not None for p in parameters) else []
+        return f", {', '.join(parts)}" if parts else ""
+
     @property
     def loss_scale(self) -> float:
         """The factor by which the user multiplies losses before backward, by default 1. It has an

@@ -7,9 +7,10 @@ optimizer's state is compared with the size that the plan reserves.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -367,10 +368,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 class Steps:
-    """A record of whether optimizers have stepped since a module was called."""
+    """A record of the steps of optimizers since a module was called.
+
+    Attributes:
+        taken: a description of each step, in order.
+        before_call: descriptions of the steps before the current call of the module; None if ranks
+            have disagreed since the last call.
+    """
 
     def __init__(self) -> None:
-        self.has_stepped, self._num_failures = False, 0
+        self.taken: list[str] = []
+        self.before_call: str | None = ""
+        self._num_failures = 0
 
     def take(self, parameters: Iterable[Tensor]) -> bool | None:
         """Return whether an optimizer has stepped since the last call of this method.
@@ -382,11 +391,68 @@ class Steps:
             None if no optimizer has stepped and no parameter is trained, or if ranks have disagreed
             since the last call.
         """
-        has_stepped, self.has_stepped = self.has_stepped, False
+        taken, self.taken, self.before_call = self.taken, [], None
         before, self._num_failures = self._num_failures, num_failures()
         if before != self._num_failures:
             return None
-        return True if has_stepped else False if any(p.requires_grad for p in parameters) else None
+        self.before_call = ", ".join(taken)
+        return True if taken else False if any(p.requires_grad for p in parameters) else None
+
+
+_COMPARED = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "betas",
+    "alpha",
+    "rho",
+    "eps",
+    "amsgrad",
+    "maximize",
+)
+"""The settings of optimizers that every rank must have. Others may hold state of the rank."""
+
+
+def describe_step(optimizer: Optimizer) -> str:
+    """Describe a step of an optimizer: its class, its learning rates, and a hash of the settings of
+    all parameter groups. The text is equal on ranks with equal settings. Tensors on a GPU are left
+    out, since reading them waits for the GPU."""
+    groups = [
+        [(name, _plain(group[name])) for name in _COMPARED if name in group]
+        for group in optimizer.param_groups
+    ]
+    rates = dict.fromkeys(str(value) for group in groups for name, value in group if name == "lr")
+    digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()
+    shown = ", ".join([*rates][:_SHOWN_RATES])
+    return f"{type(optimizer).__name__} with lr={shown} and settings {digest}"
+
+
+_SHOWN_RATES = 3
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of a setting as it is compared."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    return value
+
+
+def may_step_compiled(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds a parameter of a compiled module, or none at all, as on a
+    stage that has none of its parameters."""
+    is_empty = not any(group["params"] for group in optimizer.param_groups)
+    return is_empty or any(True for _ in _marks(optimizer))
+
+
+def _marks(optimizer: Optimizer) -> Iterator[Steps]:
+    """Iterate over the records of the compiled modules whose parameters an optimizer holds, once
+    per parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (mark := getattr(parameter, _MARK, None)) is not None:
+                yield mark
 
 
 def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
@@ -433,14 +499,10 @@ def _shard_state(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check an optimizer at its first step. Return the arguments of the step; None if they are
     unchanged."""
-    marks = {
-        id(mark): mark
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if (mark := getattr(p, _MARK, None)) is not None
-    }
+    marks = {id(mark): mark for mark in _marks(optimizer)}
+    taken = describe_step(optimizer) if marks else ""
     for steps in marks.values():
-        steps.has_stepped = True
+        steps.taken.append(taken)
     if getattr(optimizer, _MARK, False):
         return take(optimizer, args, kwargs)
     _check_replaced(optimizer)

@@ -20,7 +20,7 @@ from autopar.program.program import Microbatches, Program, ProgramTensor
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
 from autopar.runtime.dtensor import hold_value
-from autopar.runtime.loss_scaling import computes_in_fp16
+from autopar.runtime.loss_scaling import LossFactors, computes_in_fp16
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all
 from autopar.runtime.rank_consistency import check_tangents
@@ -275,7 +275,7 @@ class StageCalls:
         self.exchange, self.how, self.kept, self.held = exchange, how, kept, held
         self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
-        self._num_backwards = 0
+        self.factors, self._num_backwards = LossFactors(), 0
         self._unused: dict[frozenset[str], Unused] = {}
 
     @property
@@ -530,17 +530,6 @@ class StageCalls:
             )
         watched.follow(zip((f"parameter {t.name!r}" for t in self.held), parameters, strict=True))
         return watched
-
-    def check_tangent(self, tangent: Tensor) -> None:
-        """Check in backward calls 1, 2, 4, 8 and so on that every rank multiplied the loss by the
-        same factor.
-
-        Raises:
-            RuntimeStateError: on all ranks, if the factors differ.
-        """
-        self._num_backwards += 1
-        if self._num_backwards & (self._num_backwards - 1) == 0:
-            check_tangents([("the loss", tangent)], self.world)
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
         """Check that no tensor read by backward has changed, and that every rank computed the same

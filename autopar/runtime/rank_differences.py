@@ -309,8 +309,9 @@ def _is_running(identity: tuple[str, ...]) -> bool:
 _MOST_SHOWN = 4
 _ALIKE = (
     "call the model, backward, optimizer.step(), save and load in the same order and the same"
-    " number of times on every rank, with batches of the same shapes and dtypes; this includes"
-    " the end of an epoch (drop_last=True), evaluation and saving"
+    " number of times on every rank, with batches of the same shapes and dtypes, the same settings"
+    " of the optimizer and the same factor of the loss; this includes the end of an epoch"
+    " (drop_last=True), evaluation and saving"
 )
 
 

@@ -323,8 +323,8 @@ class Published(torch.autograd.Function):
         made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
         if made is None:
             raise ran_twice()
-        with announced("runs backward", ctx.calls.world):
-            ctx.calls.check_tangent(tangent)
+        what = f"runs backward{ctx.calls.factors.describe(tangent)}"
+        with announced(what, ctx.calls.world):
             gradients = ctx.calls.wrap_gradients(step.gradients(tangent, made))
         return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))
 

@@ -25,6 +25,11 @@ DOES = {
     "compile": "autopar.compile(",
     "gather": "gathers a tensor of shape (8, 8)",
     "torch's norm": "over the values of all ranks",
+    "factor": "of the loss multiplied by 2.0",
+    "loss_scale": "with loss_scale=4.0",
+    "settings": "after a step of SGD with lr=0.1 and settings",
+    "accumulates": "adding to gradients",
+    "frozen": "with 1 frozen parameters",
     "no backward": "calls Net in training mode with x = float32 (12, 8)",
     "no step": "without a step of the optimizer before it",
 }
@@ -68,6 +73,14 @@ def test_of_several_ranks_the_one_that_differs_from_the_majority_is_named(
     plan: str, tmp_path: Path
 ) -> None:
     check(run_processes(3, str(HERE / "worker_ranks.py"), "run", plan, 0, str(tmp_path)), 0)
+
+
+def test_a_rank_that_compiles_with_other_options_is_refused() -> None:
+    first, second = run_processes(2, str(HERE / "worker_ranks.py"), "compile_unlike")
+    assert first == second and len(first) == 5
+    for option, (message, ranks) in first.items():
+        assert option in message and "compiles Net for mesh" in message, message
+        assert not ranks and "rank 0 compiles" in message and "rank 1 compiles" in message
 
 
 KILLED = "rank 1 has ended: it was killed (by the system if memory ran out), or called os._exit"

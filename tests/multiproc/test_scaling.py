@@ -30,6 +30,12 @@ def test_gradients_scales_and_skipped_steps_are_those_of_one_process() -> None:
         check_loops(told)
 
 
+def test_a_scaler_on_one_rank_steps_another_model_but_no_compiled_one() -> None:
+    (step, first), (_, second) = run_processes(2, WORKER, "unequal_scalers")
+    assert step == pytest.approx(1.0)
+    assert first == second and "rank 0 unscales the gradients of an optimizer" in first
+
+
 @pytest.mark.slow
 def test_the_first_gradients_of_a_small_loss_do_not_underflow_in_any_layout() -> None:
     for told in run_processes(2, WORKER, "first_gradients", [*LAYOUTS]):

@@ -89,6 +89,35 @@ def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, t
         module(batch).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
+    def scaled() -> None:
+        module.loss_scale = 4.0
+        try:
+            training.step()
+        finally:
+            module.loss_scale = 1.0
+
+    def with_dampening() -> None:  # it has no effect without momentum
+        training.optimizer.param_groups[0]["dampening"] = 0.5
+        try:
+            twice()
+        finally:
+            training.optimizer.param_groups[0]["dampening"] = 0
+
+    def accumulated() -> None:
+        module(batch).backward()
+        training.optimizer.step()
+        try:
+            training.step()
+        finally:
+            module.zero_grad()
+
+    def frozen() -> None:
+        module.layers[0].bias.requires_grad_(False)
+        try:
+            training.step()
+        finally:
+            module.layers[0].bias.requires_grad_(True)
+
     for _ in range(3):
         training.step()
     told["alike"] = refusal(training.step)
@@ -110,7 +139,38 @@ def run(rank: int, plan: str, other: int, folder: str) -> dict[str, tuple[str, t
         unlike("gather", lambda: module.layers[0].weight.full_tensor())
         unlike("torch's norm", clipped, twice)
         module.zero_grad()
+    unlike("factor", lambda: (module(batch) * 2.0).backward())
+    unlike("loss_scale", scaled)
+    if plan != "stages":  # whose ranks hold different parameters
+        unlike("settings", with_dampening, twice)
+        unlike("accumulates", accumulated, twice)
+        unlike("frozen", frozen)
     unlike("no backward", lambda: (module(batch), training.step()))
     module.zero_grad()
     unlike("no step", without_step, twice)
+    return told
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "num_microbatches=2": {"num_microbatches": 2},
+    "outputs='full'": {"outputs": "full"},
+    "precision='bf16'": {"precision": "bf16"},
+    "optimizer='sgd'": {"optimizer": "sgd"},
+    "constraints=[pipeline(microbatches=2)]": {"constraints": [pipeline(microbatches=2)]},
+}
+
+
+def compile_unlike(rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the errors of each rank if rank 1 compiles with another option, by the option."""
+    batch = torch.ones(12, 8)
+    told = {}
+    for name, options in REQUESTS.items():
+        told[name] = refusal(
+            lambda options=options: autopar.compile(  # type: ignore[misc]
+                Net(),
+                example_inputs=(batch,),
+                hardware="cpu-gloo",
+                **(options if rank else {}),
+            )
+        )
     return told

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline
+from autopar.errors import RankError
 
 SIZE = 16
 LAYOUTS: dict[str, tuple[int | None, list[Constraint]]] = {
@@ -258,3 +259,29 @@ def usual(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, Any]
 def narrow_gradients(rank: int) -> dict[str, float]:
     """Of a precision, in every layout."""
     return first_gradients(rank, [*LAYOUTS], by_precision=True)
+
+
+def unequal_scalers(rank: int) -> tuple[float, str]:
+    """Step an unrelated model with a scaler on rank 0 only, then a compiled one on rank 0 only.
+
+    Returns:
+        The step of the unrelated model, and the error of the compiled one.
+    """
+    _, module = made(Net, "stages in two")
+    other = nn.Linear(1, 1, bias=False)
+    before = other.weight.item()
+    if rank == 0:
+        optimizer, scaler = torch.optim.SGD(other.parameters(), 1.0), torch.amp.GradScaler("cpu")
+        scaler.scale(other(torch.ones(1, 1)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    try:
+        scaler.scale(module(*batch())).backward()
+        if rank == 0:
+            scaler.step(optimizer)
+        module(*batch())
+    except RankError as error:
+        return before - other.weight.item(), str(error)
+    return before - other.weight.item(), ""
