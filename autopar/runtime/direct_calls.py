@@ -31,7 +31,7 @@ from autopar.runtime.backward import (
 )
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.guarded_outputs import refuse_backward
-from autopar.runtime.loss_scaling import LossFactors, LossScale
+from autopar.runtime.loss_scaling import Backwards, LossScale, describe_factor
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import check_tangents
@@ -66,7 +66,7 @@ class DirectCalls:
         self._loss = next(
             (i for i, t in enumerate(stage.outputs) if t.is_loss and t.has_gradient), None
         )
-        self._factors, self._num_backwards = LossFactors(), 0
+        self._backwards = Backwards()
 
     @property
     def held(self) -> tuple[ProgramTensor, ...]:
@@ -170,9 +170,11 @@ class DirectCalls:
         # the caller may have enabled autocast
         autocast = torch.autocast(self._devices.device_type, enabled=False)
         loss = None if self._loss is None else tangents[self._loss]
-        what = f"runs backward of {self._title}{self._factors.describe(loss)}"
+        is_turn = self._backwards.begin()
+        what = f"runs backward of {self._title}{describe_factor(loss, is_turn=is_turn)}"
         with announced(what, self._devices):
-            self._check_returned(pairs)
+            if is_turn and self._loss is None:
+                self._check_returned(pairs)
             returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
             with autocast:
                 gradients = iter(self._executor.backward(saved, returning, absent=absent))
@@ -209,17 +211,13 @@ class DirectCalls:
         ctx.mark_non_differentiable(*(x for x, border in pairs if not border.has_gradient))
 
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
-        """In backwards 1, 2, 4, 8 and so on, check that every rank computed the same loss from the
-        outputs. If the model computes its loss, its factor is announced instead."""
-        if self._loss is not None:
-            return
-        self._num_backwards += 1
-        if self._num_backwards & (self._num_backwards - 1) == 0:
-            whole = self._outputs == "full"
-            check_tangents(
-                [(s.tensor.name, x if whole or x is None else torch.empty(0)) for s, x in returned],
-                self._devices,
-            )
+        """Check that every rank computed the same loss from the outputs. If the model computes its
+        loss, ranks announce its factor instead."""
+        whole = self._outputs == "full"
+        check_tangents(
+            [(s.tensor.name, x if whole or x is None else torch.empty(0)) for s, x in returned],
+            self._devices,
+        )
 
     def _names_of(self, *kinds: str) -> list[str]:
         """Return the names for error messages of the tensors of these kinds."""

@@ -124,29 +124,31 @@ def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
     return max(abs(math.log2(abs(x))) for x in (assumed, tangent)) <= _WIDE
 
 
-class LossFactors:
-    """Descriptions of the factors of the loss with which backwards of one module start.
-
-    Ranks compare the descriptions before backward, so that no rank multiplies its loss by another
-    factor. Reading the factor from a GPU waits for the GPU. There it is read only in backwards 1,
-    2, 4, 8 and so on.
-    """
+class Backwards:
+    """The count of backwards of one module. Ranks make comparisons that take time, such as reading
+    a value from a GPU, in backwards 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:
-        self._num_backwards = 0
+        self._num = 0
 
-    def describe(self, tangent: Tensor | None) -> str:
-        """Describe the factor of the next backward; empty if it is 1 or is not read.
+    def begin(self) -> bool:
+        """Count a backward. Return whether ranks compare values that take time to compare."""
+        self._num += 1
+        return self._num & (self._num - 1) == 0
 
-        Args:
-            tangent: the tangent of the loss, a scalar; None if the loss is not used.
-        """
-        self._num_backwards += 1
-        is_turn = self._num_backwards & (self._num_backwards - 1) == 0
-        if tangent is None or not (is_turn or tangent.device.type == "cpu"):
-            return ""
-        factor = float(tangent)
-        return "" if factor == 1.0 else f" of the loss multiplied by {factor!r}"
+
+def describe_factor(tangent: Tensor | None, *, is_turn: bool) -> str:
+    """Describe the factor of the loss with which a backward starts; empty if it is 1 or not read.
+    Ranks announce the text, so that no rank multiplies its loss by another factor.
+
+    Args:
+        tangent: the tangent of the loss, a scalar; None if the loss is not used.
+        is_turn: whether to wait for a GPU that has the tangent.
+    """
+    if tangent is None or not (is_turn or tangent.device.type == "cpu"):
+        return ""
+    factor = float(tangent)
+    return "" if factor == 1.0 else f" of the loss multiplied by {factor!r}"
 
 
 # --------------------------------------------------------------------------------------------------

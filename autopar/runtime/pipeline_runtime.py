@@ -20,7 +20,7 @@ from autopar.program.program import Microbatches, Program, ProgramTensor
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
 from autopar.runtime.dtensor import hold_value
-from autopar.runtime.loss_scaling import LossFactors, computes_in_fp16
+from autopar.runtime.loss_scaling import Backwards, computes_in_fp16
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all
 from autopar.runtime.rank_consistency import check_tangents
@@ -275,7 +275,7 @@ class StageCalls:
         self.exchange, self.how, self.kept, self.held = exchange, how, kept, held
         self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
-        self.factors, self._num_backwards = LossFactors(), 0
+        self.backwards = Backwards()
         self._unused: dict[frozenset[str], Unused] = {}
 
     @property
@@ -541,8 +541,7 @@ class StageCalls:
         Raises:
             RuntimeStateError: if a check fails.
         """
-        self._num_backwards += 1
-        if self._num_backwards & (self._num_backwards - 1):
+        if not self.backwards.begin():
             watched.check()
             return
         by_all(watched.check, "backward")

@@ -41,7 +41,12 @@ from autopar.runtime.backward import (
     which_are_plain,
 )
 from autopar.runtime.guarded_outputs import refuse_backward
-from autopar.runtime.loss_scaling import LossScale, may_be_multiplied, share_overflows
+from autopar.runtime.loss_scaling import (
+    LossScale,
+    describe_factor,
+    may_be_multiplied,
+    share_overflows,
+)
 from autopar.runtime.parameters import Storage
 from autopar.runtime.pipeline_runtime import StageCalls, StageExchange
 from autopar.runtime.rank_agreement import announced
@@ -323,7 +328,8 @@ class Published(torch.autograd.Function):
         made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
         if made is None:
             raise ran_twice()
-        what = f"runs backward{ctx.calls.factors.describe(tangent)}"
+        is_turn = ctx.calls.backwards.begin()
+        what = f"runs backward{describe_factor(tangent, is_turn=is_turn)}"
         with announced(what, ctx.calls.world):
             gradients = ctx.calls.wrap_gradients(step.gradients(tangent, made))
         return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))
