@@ -319,17 +319,17 @@ class _Placer:
         by node name.
 
         These nodes run in the stage of the parameter. If several stages hold the parameter, they
-        run in the stage whose forward reader belongs to the same module.
+        run in the stage whose forward reader belongs to the same module. A module that several
+        stages call gives no stage; the forward values that a node reads do.
         """
         nodes = {n.name: n for n in self.trace.graph.nodes}
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         pinned = {}
         for p in self.trace.parameters:
-            readers = {
-                u.meta["module"]: self.stage[u.name]
-                for u in nodes[p.node].users
-                if u.name in self.stage
-            }
+            readers: dict[str, set[int]] = {}
+            for user in nodes[p.node].users:
+                if user.name in self.stage:
+                    readers.setdefault(user.meta["module"], set()).add(self.stage[user.name])
             bound = [
                 u
                 for u in nodes[p.node].users
@@ -343,13 +343,11 @@ class _Placer:
                 else []
             )
             for node in bound:
-                holding_stages = holders[p.name]
-                if len(holding_stages) == 1 or node.meta["module"] in readers:
-                    pinned[node.name] = (
-                        holding_stages[0]
-                        if len(holding_stages) == 1
-                        else readers[node.meta["module"]]
-                    )
+                stages = {*holders[p.name]}
+                if len(stages) > 1:
+                    stages = readers.get(node.meta["module"], stages)
+                if len(stages) == 1:
+                    pinned[node.name] = min(stages)
         return pinned
 
     def _check_parameters(
