@@ -212,7 +212,7 @@ def _is_own(path: Path) -> bool:
     """Return whether a profile exists that only this user can have written. Log a warning if
     another user can have written it.
     """
-    if not path.exists():
+    if not os.path.exists(path):
         return False
     path = path.resolve()
     if reason := find_sharing(path.parent) or find_foreign(path):

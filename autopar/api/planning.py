@@ -56,7 +56,7 @@ from autopar.core.hardware import Hardware, Mixed, slowest
 from autopar.core.keywords import named
 from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
 from autopar.core.private_folder import is_cache_on
-from autopar.core.terminal import PHASES, progress_of_long
+from autopar.core.terminal import PHASES, check_writable, progress_of_long
 from autopar.core.units import share
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
@@ -345,6 +345,7 @@ def plan_model(
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
     """Plan without the cache. Also return the trace, the program and the phase times."""
+    check_writable(None if write_lp is None else Path(write_lp))
     plan_options = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
     request = PlanRequest(model, mesh, hardware, plan_options)
     with shown_progress() as progress:

@@ -9,6 +9,7 @@ that help texts and usage errors appear at once.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from autopar.core.mesh import hardware_of, read_mesh
 from autopar.core.private_folder import find_sharing, is_cache_on
 from autopar.core.schedules import AUTO, INTERLEAVED, SCHEDULES
 from autopar.core.terminal import check_writable, parse_size, progress, say, show
+from autopar.core.text_files import open_text, write_file
 from autopar.core.units import size
 from autopar.errors import AutoparError
 from autopar.request import PlanOptions
@@ -151,7 +153,7 @@ def info_command() -> None:
         say(f"last used: {_ago(found[0].used_s)}; least recently used: {_ago(found[-1].used_s)}")
     if not is_cache_on("plans"):
         say("the cache is off: the environment variable AUTOPAR_CACHE does not include plans")
-    elif folder.is_dir() and (reason := find_sharing(folder.resolve())):
+    elif os.path.isdir(folder) and (reason := find_sharing(folder.resolve())):
         say(f"the folder is not used: {reason}")
 
 
@@ -178,7 +180,7 @@ def clear_command() -> None:
 def _of(entry: store.EntryFile) -> str:
     """Describe an entry of the cache; "damaged" if it cannot be read."""
     try:
-        with entry.path.open(encoding="utf-8") as lines:
+        with open_text(entry.path) as lines:
             head = json.loads(next(lines))
         return f"{head['kind']}: {head['about']}"
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
@@ -304,7 +306,7 @@ def check_command(
         tell("deriving every claim again")
         found = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
-        json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_file(json_file, json.dumps(found.to_json(), indent=1) + "\n", "the certificate")
     say(str(found))
     if not found.ok:
         raise typer.Exit(1)

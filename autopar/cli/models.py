@@ -23,7 +23,7 @@ from autopar.core.mesh import Mesh, Unshaped
 from autopar.core.schedules import AUTO
 from autopar.core.terminal import PHASES, progress, say
 from autopar.core.units import seconds
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError
 from autopar.explanation import explain
 from autopar.plans import Flips, Plan
 from autopar.request import PlanOptions
@@ -241,7 +241,7 @@ def _tell(found: Found, clock: _Clock, out_file: Path | None) -> None:
             f" {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}"
         )
     if out_file is not None:
-        _save(plan, out_file)
+        plan.save(out_file)
         say(f"written to {out_file}; `autopar explain {out_file}` shows the details")
 
 
@@ -267,12 +267,3 @@ class _Clock:
             **of_plan,
             **({"rejected plans": others_s} if others_s > _TOLD * total_s else {}),
         }
-
-
-def _save(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise PlanError(
-            f"cannot write the plan: {error.strerror}", where=str(path), remedy="check the path"
-        ) from error

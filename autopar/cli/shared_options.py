@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from autopar.core.mesh import read_hardware
+from autopar.core.text_files import why_unreadable
 from autopar.errors import AutoparError, PlanError
 from autopar.hf.specs import KNOWN, parse
 from autopar.request import OPTIONS, Call, options_of
@@ -205,11 +206,10 @@ def check_files_exist(plan: Path, hardware: str | None = None) -> None:
     """Check that a plan file and a hardware profile exist.
 
     Raises:
-        PlanError: if the plan file does not exist.
+        PlanError: if the plan file does not exist or cannot be read.
         HardwareError: if the profile does not exist.
     """
-    if not plan.is_file():
-        why = "it is a folder" if plan.is_dir() else "the file does not exist"
+    if why := why_unreadable(plan):
         raise PlanError(
             f"cannot read plan '{plan}': {why}",
             remedy="check the path; `autopar plan --out FILE` writes a plan",

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.text import Text
 
+from autopar.core.text_files import why_unwritable
 from autopar.errors import AutoparError
 
 log = logging.getLogger("autopar")
@@ -68,23 +69,16 @@ def check_writable(path: Path | None) -> None:
         path: the file; None if nothing is to be written.
 
     Raises:
-        AutoparError: if its folder does not exist or cannot be written to, or `path` is a folder.
+        AutoparError: if its folder does not exist or cannot be written to, `path` is a folder, or
+            no file can have this name.
     """
     if path is None:
         return
-    folder = path.absolute().parent
-    why = (
-        ""
-        if os.access(folder, os.W_OK)
-        else "it is not writable"
-        if folder.is_dir()
-        else "the folder does not exist"
-    )
-    if path.is_dir():
+    if os.path.isdir(path):
         raise AutoparError(f"cannot write to {path}: it is a folder", remedy="name a file in it")
-    if why:
+    if why := why_unwritable(path):
         raise AutoparError(
-            f"cannot write to {path}: {why}: {folder}",
+            f"cannot write to {path}: {why}",
             remedy="check the path, or create the folder",
         )
 

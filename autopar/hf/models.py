@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -207,7 +208,7 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
             f"{spec!r} is not of the form FILE.py:FUNCTION",
             remedy="pass a Python file and a function in it that returns (model, batch)",
         )
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike `Path.is_file`, not an error for a name that is too long
         raise AutoparError(
             f"file {file!r} does not exist",
             remedy="pass a Python file, a colon and a function in it that returns (model, batch)",

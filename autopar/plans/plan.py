@@ -24,6 +24,7 @@ from autopar.core.json_text import read_json
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.streams import Load, work
+from autopar.core.text_files import read_text, reason_of, write_file
 from autopar.core.units import microbatches, seconds, size
 from autopar.errors import CONTROL, AutoparError, PlanError
 from autopar.plans.consistency import find_contradiction
@@ -302,8 +303,12 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.dumps(), encoding="utf-8")
+        """Write the plan as JSON.
+
+        Raises:
+            PlanError: if the file cannot be written.
+        """
+        write_file(path, self.dumps(), "the plan", PlanError)
 
     @staticmethod
     def of(plan: Plan | str | Path) -> Plan:
@@ -327,14 +332,14 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: if the file is missing, is not JSON or not a plan, or has another version.
+            PlanError: if the file cannot be read, is not JSON or not a plan, or has another
+                version.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+            text = read_text(path)
+        except OSError as error:
             raise PlanError(
-                f"cannot read plan {str(path)!r}: {why}",
+                f"cannot read plan {str(path)!r}: {reason_of(error)}",
                 remedy="check the path; Plan.save writes plan files",
             ) from error
         return Plan.loads(text, str(path))

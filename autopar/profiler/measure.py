@@ -12,6 +12,7 @@ source, are taken from another profile, by default that of the chip.
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import os
@@ -31,6 +32,7 @@ import torch
 from rich.progress import Progress
 
 from autopar.core.hardware import FLOP_KINDS, FORMAT, MEMORY_KINDS, VERSION, HardwareProfile
+from autopar.core.text_files import why_unwritable, write_file, writing
 from autopar.errors import HardwareError
 
 # --------------------------------------------------------------------------------------------------
@@ -275,16 +277,24 @@ def measure(
                 f"{known}"
             ),
         )
+    path = Path(out) if out is not None else HardwareProfile.local_path()
+    _make_folder(path)
     data = (
         _measure_cpu(4 if world_size is None else world_size, name, links)
         if device == "cpu"
         else _measure_gpu(world_size, name, links)
     )
     profile = HardwareProfile.from_json(data)
-    path = Path(out) if out is not None else HardwareProfile.local_path()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(dumps(data), encoding="utf-8")
+    write_file(path, dumps(data), "the profile", HardwareError)
     return profile
+
+
+def _make_folder(path: Path) -> None:
+    """Create the folder of a file, and check that the file can be written."""
+    with writing(path, "the profile", HardwareError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why := why_unwritable(path):
+            raise OSError(errno.EINVAL, why)
 
 
 def _measure_cpu(world_size: int, name: str, links: str | os.PathLike[str] | None) -> Json:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autopar.core.text_files import write_file
 from autopar.errors import AutoparError
 from autopar.explanation import explain
 from autopar.plans import Flip, Plan
@@ -44,16 +45,21 @@ def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
             f"cannot write a report to {path.name!r}",
             remedy=f"pass a file name that ends in {', '.join(_PICTURES)} or .html",
         )
-    try:
-        if suffix == ".html":
-            path.write_text(_page(plan, flips), encoding="utf-8")
-        else:
-            picture(plan).savefig(path)
-    except OSError as error:
-        raise AutoparError(
-            f"cannot write the report: {error.strerror}", where=str(path), remedy="check the path"
-        ) from error
+    content = _page(plan, flips) if suffix == ".html" else _picture_file(plan, suffix[1:])
+    write_file(path, content, "the report")
     return path
+
+
+def _picture_file(plan: Plan, kind: str) -> bytes:
+    """Return the content of a file with all figures of a plan.
+
+    Args:
+        plan: the plan.
+        kind: the format: ``"png"``, ``"svg"`` or ``"pdf"``.
+    """
+    content = io.BytesIO()
+    picture(plan).savefig(content, format=kind)
+    return content.getvalue()
 
 
 def picture(plan: Plan) -> Any:

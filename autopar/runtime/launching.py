@@ -41,7 +41,7 @@ def launch(
         AutoparError: if the script does not exist, `nodes` is invalid, `meet` is missing for
             several machines, or a process failed.
     """
-    if not script.is_file():
+    if not os.path.isfile(script):
         raise AutoparError(f"script {str(script)!r} does not exist", remedy="pass a Python file")
     _check_machines(nodes, meet)
     where = ["--standalone"]

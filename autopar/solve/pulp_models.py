@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ import pulp
 from autopar.core.problem import Problem
 from autopar.core.solution import Solution
 from autopar.core.streams import PHASES
+from autopar.core.text_files import write_file
 from autopar.errors import AutoparError
 from autopar.solve.evaluate import Evaluation, evaluate
 from autopar.solve.formulation import (
@@ -402,12 +404,11 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
         excess.add(phase, objective_s)
         names.append(_name("hidden", name))
     pulp_model = to_pulp(program.model, _column_names(program, keys), names)
-    try:
-        pulp_model.writeLP(str(path), max_length=_MOST)
-    except OSError as error:
-        raise AutoparError(
-            f"cannot write the program: {error.strerror}", where=str(path), remedy="check the path"
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:  # PuLP opens the file itself
+        file = Path(folder) / "program.lp"
+        pulp_model.writeLP(str(file), max_length=_MOST)
+        text = file.read_text(encoding="utf-8")
+    write_file(path, text, "the program")
 
 
 def _name(unique: str, *words: object) -> str:

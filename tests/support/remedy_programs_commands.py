@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from autopar import HardwareProfile, hf
 from autopar.cli.commands import _check_stages, clear_command
-from autopar.cli.models import _save, built, turning_of
+from autopar.cli.models import built, turning_of
 from autopar.cli.shared_options import NamedModel, check_dtype, check_files_exist
 from autopar.explanation import explain
 from autopar.integrations.libraries import LEAST, library
@@ -362,10 +362,10 @@ MODELS: dict[str, Program] = {
         "pass --pipeline AXIS or --pipeline auto too, or omit --schedule",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
     ),
-    "cli/models.py _save 0": Program(
-        _in_folder(lambda folder: _save(made_plan(), folder / "absent" / "plan.json")),
+    "core/text_files.py writing 0": Program(
+        _in_folder(lambda folder: made_plan().save(folder / "absent" / "plan.json")),
         "check the path",
-        _in_folder(lambda folder: _save(made_plan(), folder / "another.json")),
+        _in_folder(lambda folder: made_plan().save(folder / "another.json")),
     ),
 }
 
@@ -384,7 +384,7 @@ OTHERS: dict[str, Program] = {
     "report/page.py report 0": Program(
         _write_report("plan.txt"), ".svg", _write_report("plan.svg")
     ),
-    "report/page.py report 1": Program(
+    "core/text_files.py writing 0 | report": Program(
         _write_report("absent/plan.svg"), "check the path", _write_report("plan.svg")
     ),
     "explanation/explain.py explain 0": Program(

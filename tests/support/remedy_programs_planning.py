@@ -100,9 +100,6 @@ PROGRAMS: dict[str, Program] = {
         "pass num_microbatches=1 and no pipeline",
         _written_to("plan.lp", num_microbatches=1),
     ),
-    "solve/pulp_models.py write_lp 0": Program(
-        _written_to("missing/plan.lp"), "check the path", _written_to("plan.lp")
-    ),
     "capture/chunked_loss.py with_loss_only 0": Program(
         planned(_OUTPUTS, (X,), outputs="loss"),
         'outputs="full"',

@@ -149,6 +149,16 @@ def _check_file(place: Callable[[Path], Path]) -> Callable[[], object]:
     return program
 
 
+def _write_program(place: Callable[[Path], Path]) -> Callable[[], object]:
+    """Plan a small MLP, and write its integer program to a file in a folder."""
+
+    def program() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            planned(write_lp=place(Path(folder)))()
+
+    return program
+
+
 def _with_folder(folder: Path) -> Path:
     (folder / "plans").mkdir()
     return folder / "plans" / "plan.json"
@@ -292,6 +302,11 @@ PROGRAMS: dict[str, Program] = {
         _check_file(lambda folder: folder / "plans" / "plan.json"),
         "check the path, or create the folder",
         _check_file(_with_folder),
+    ),
+    "core/terminal.py check_writable 1 | integer program": Program(
+        _write_program(lambda folder: folder / "plans" / "plan.lp"),
+        "check the path",
+        _write_program(lambda folder: folder / "plan.lp"),
     ),
     "core/terminal.py parse_size 0": Program(
         lambda: parse_size("80 gigs"), "72GiB", lambda: parse_size("72GiB")

@@ -36,6 +36,7 @@ from autopar.core.hardware.figures import (
     Link,
 )
 from autopar.core.json_text import read_json
+from autopar.core.text_files import read_text, reason_of
 from autopar.errors import CONTROL, HardwareError
 
 # --------------------------------------------------------------------------------------------------
@@ -471,10 +472,10 @@ class HardwareProfile:
         """
         path = _path(profile)
         try:
-            return read_json(path.read_text(encoding="utf-8"), without=CONTROL)
+            return read_json(read_text(path), without=CONTROL)
         except OSError as error:
             raise HardwareError(
-                f"cannot read hardware profile: {error.strerror}",
+                f"cannot read hardware profile: {reason_of(error)}",
                 where=str(path),
                 remedy="check the path",
             ) from error
@@ -540,7 +541,7 @@ def _path(profile: str | os.PathLike[str]) -> Path:
         return _FOLDER / f"{text}.json"
     if text == "local":
         path = HardwareProfile.local_path()
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise HardwareError(
                 "this machine has not been measured",
                 where=str(path),
