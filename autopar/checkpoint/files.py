@@ -30,6 +30,7 @@ from autopar.checkpoint.earlier_format import FILE as OLD_CONTENTS
 from autopar.checkpoint.rank_parts import CheckpointParts, write_bytes
 from autopar.checkpoint.safetensors_files import SUFFIX, TensorFile
 from autopar.core.json_text import read_json
+from autopar.core.text_files import read_text
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
@@ -112,7 +113,7 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
     """Return the content of `autopar.json` and a description of the damage: a file that is
     unreadable, changed, malformed or missing."""
     try:
-        about = read_json((place / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(read_text(place / ABOUT))
         if not isinstance(about, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import shutil
 import socket
 import time
@@ -62,9 +61,17 @@ from autopar.checkpoint.files import (
     sync_folder,
 )
 from autopar.checkpoint.rank_parts import collect_parts
+from autopar.checkpoint.run_folder import (
+    NAME,
+    as_integer,
+    as_step,
+    check_folder,
+    find_checkpoints,
+)
 from autopar.checkpoint.state import keys_of_model, read_states, state_of
 from autopar.checkpoint.weights import MAX_FILE_BYTES, export
 from autopar.core.json_text import read_json
+from autopar.core.text_files import read_text
 from autopar.errors import RuntimeStateError, size_text
 from autopar.runtime.parameter_module import holder_of
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
@@ -96,7 +103,7 @@ def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
     runs = {}
     for step, place in found.items():
         try:
-            runs[step] = str(read_json((place / ABOUT).read_text(encoding="utf-8"))["run"])
+            runs[step] = str(read_json(read_text(place / ABOUT))["run"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return runs
@@ -131,7 +138,6 @@ def check_no_other_run(known: Mapping[int, str], found: Mapping[int, Path]) -> N
 
 
 log = logging.getLogger("autopar")
-_NAME = re.compile(r"step_(\d{9,})")
 _KEPT = "Earlier checkpoints are unchanged"
 
 
@@ -151,13 +157,15 @@ class Checkpoints:
             other objects are saved, and the weights must be saved in another way.
 
     Raises:
-        RuntimeStateError: if `keep` is less than 1.
+        RuntimeStateError: if `keep` is not an integer of at least 1. A path that is not a folder
+            is reported when checkpoints are saved or loaded.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, weights: bool = True) -> None:
-        if keep < 1:
-            raise RuntimeStateError(f"keep={keep} checkpoints", remedy="keep at least one")
-        self.folder, self.keep, self.weights = Path(folder), keep, weights
+        kept = as_integer(keep)
+        if kept is None or kept < 1:
+            raise RuntimeStateError(f"keep={keep!r} checkpoints", remedy="keep at least one")
+        self.folder, self.keep, self.weights = Path(folder), kept, weights
         self._known = runs_of(self._find_checkpoints())
         self._background: Background | None = None
         self._copies = HostCopies()
@@ -167,7 +175,8 @@ class Checkpoints:
         this.
 
         Raises:
-            RuntimeStateError: if ranks see different checkpoints.
+            RuntimeStateError: if ranks see different checkpoints, or the path is not a folder that
+                can be read, or a file has the name of a checkpoint.
         """
         self.wait()
         by_first(self._repair, str(self.folder))
@@ -191,7 +200,7 @@ class Checkpoints:
         """Save a checkpoint. Every rank must call this.
 
         Args:
-            step: the number of completed training steps.
+            step: the number of completed training steps, an integer from 0 to 2**63 - 1.
             module: the result of `autopar.compile`.
             optimizer: the optimizer over the module's parameters, or None.
             others: other objects to save, by name: modules, compiled or not (averages, critics),
@@ -203,10 +212,10 @@ class Checkpoints:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, if `module` is not compiled, `others` differ between
-                ranks or have values that cannot be written as JSON and tensors, the folder has
-                later steps or is not shared, another run saves into it, or it is not writable.
-                Existing checkpoints are unchanged.
+            RuntimeStateError: on all ranks, if `step` is not such an integer, `module` is not
+                compiled, `others` differ between ranks or have values that cannot be written as
+                JSON and tensors, the folder has later steps or is not shared, another run saves
+                into it, or it is not writable. Existing checkpoints are unchanged.
         """
         saving = self._collect(step, module, optimizer, others, None)
         free = size_text(shutil.disk_usage(self.folder).free)
@@ -218,7 +227,7 @@ class Checkpoints:
                 for name, of in each.items()
             }
             by_first(lambda: self._finish(saving, sums), str(saving.place), remedy)
-        return self._place(step)
+        return self._place(saving.step)
 
     def async_save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any
@@ -247,7 +256,7 @@ class Checkpoints:
         saving = self._collect(step, module, optimizer, others, self._copies)
         self._copies.wait()
         self._background = Background(saving, self._finish)
-        return self._place(step)
+        return self._place(saving.step)
 
     def wait(self) -> None:
         """Wait until the checkpoint in the background, if any, is written. Every rank must call
@@ -275,8 +284,9 @@ class Checkpoints:
 
         Raises:
             RuntimeStateError: on all ranks, if the checkpoint belongs to another model or
-                optimizer, a rank does not see it, or a file is damaged. In the last case, the
-                message names the newest earlier checkpoint without damage. No object is changed.
+                optimizer, a rank does not see it, or a file is damaged; also as `steps`. If a file
+                is damaged, the message names the newest earlier checkpoint without damage. No
+                object is changed.
         """
         steps = self.steps()
         if rank() == 0 and (
@@ -335,6 +345,7 @@ class Checkpoints:
             RuntimeStateError: on all ranks, if there is no such checkpoint, it is damaged, or the
                 folder is not writable.
         """
+        step = None if step is None else as_step(step)
         steps = self.steps()
         if not steps or step not in (None, *steps):
             what = (
@@ -399,16 +410,12 @@ class Checkpoints:
 
     def _find_checkpoints(self) -> dict[int, Path]:
         """Return the folders of the checkpoints that this rank sees, by step."""
-        if not self.folder.is_dir():
-            return {}
-        matches = (
-            (_NAME.fullmatch(each.name), each) for each in self.folder.iterdir() if each.is_dir()
-        )
-        return {int(match[1]): each for match, each in matches if match}
+        return find_checkpoints(self.folder)
 
     def _repair(self) -> None:
         """Restore checkpoints whose replacement was interrupted, and remove replaced
         checkpoints."""
+        check_folder(self.folder)
         for before in self.folder.glob("step_*.old"):
             target = before.with_suffix("")
             if target.exists():
@@ -422,6 +429,7 @@ class Checkpoints:
     def _begin_step(self, step: int) -> str:
         """Check that this run may save a step, and create an empty folder to write into. Return the
         name of the run."""
+        check_folder(self.folder)
         found = self._find_checkpoints()
         check_no_other_run(self._known, found)
         if later := [n for n in sorted(found) if n > step]:
@@ -457,11 +465,7 @@ class Checkpoints:
             copies: copies the tensors to the host; if None, tensors are not copied.
         """
         self.wait()
-        if not isinstance(step, int) or step < 0:
-            raise RuntimeStateError(
-                f"step={step!r} is not a number of steps",
-                remedy="pass the number of completed steps, 0 or more",
-            )
+        step = as_step(step)
         holder = holder_of(module)
         parts = parts_of(holder, optimizer, weights=self.weights)
         companions, written = collect_companions(holder, others)
@@ -529,7 +533,7 @@ class Checkpoints:
         unfinished = (
             each
             for each in self.folder.glob("step_*.part")
-            if (match := _NAME.match(each.name)) and int(match[1]) <= step
+            if (match := NAME.match(each.name)) and int(match[1]) <= step
         )
         for old in (before, *unfinished, *(found[n] for n in sorted(found)[: -self.keep])):
             shutil.rmtree(old, ignore_errors=True)

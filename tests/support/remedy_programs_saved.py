@@ -269,6 +269,19 @@ def _export_damaged(run: Run, step: int | None) -> int:
     return run.checkpoints.export(run.folder / "weights", step=step)
 
 
+def _with_file_as_step(run: Run, step: int) -> Path:
+    """Write a file with the name of a checkpoint, and return its path."""
+    run.folder.mkdir(exist_ok=True)
+    run.place(step).write_text("not a folder")
+    return run.place(step)
+
+
+def _load_from_file(run: Run, name: str) -> int:
+    """Load from a path next to a file."""
+    (run.folder / "file").write_text("not a folder")
+    return autopar.Checkpoints(run.folder / name).load(run.module)
+
+
 FOLDERS: dict[str, Program] = {
     "checkpoint/manager.py Checkpoints.steps 0": Program(
         _with_second_rank(
@@ -312,9 +325,19 @@ FOLDERS: dict[str, Program] = {
         "remove the later steps",
         run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2),
     ),
-    "checkpoint/manager.py Checkpoints._collect 0": Program(
+    "checkpoint/run_folder.py check_folder 0": Program(
+        run_of(lambda run: (_with_file_as_step(run, 1), run.load())),
+        "move it away",
+        run_of(lambda run: (_with_file_as_step(run, 1).unlink(), run.load())),
+    ),
+    "checkpoint/run_folder.py check_folder 0 | file": Program(
+        run_of(lambda run: _load_from_file(run, "file")),
+        "pass a readable folder",
+        run_of(lambda run: _load_from_file(run, "folder")),
+    ),
+    "checkpoint/run_folder.py as_step 0": Program(
         run_of(lambda run: run.save(-1)),
-        "the number of completed steps, 0 or more",
+        "the number of completed steps, an integer from 0 to 2**63 - 1",
         run_of(lambda run: run.save(0)),
     ),
     "checkpoint/files.py seen_by_all 0": Program(
