@@ -265,7 +265,7 @@ def refuse_parts(trace: Trace, batch: str) -> None:
             'batch="local" is not possible: forward reads the values of '
             f"{' and '.join(map(repr, known))}, of which each rank has only a part"
         )
-        raise ConstraintError(what, remedy='pass batch="global"')
+        raise ConstraintError(what, where=_first_read(known), remedy='pass batch="global"')
     if batch == "local" and trace.loss is None and trace.differentiable:
         what = (
             'batch="local" is not possible: the model returns no loss, so the weight of each '
@@ -276,15 +276,19 @@ def refuse_parts(trace: Trace, batch: str) -> None:
         )
 
 
-def _known_inputs(trace: Trace) -> list[str]:
-    """Return the paths of the inputs whose values forward reads."""
+def _known_inputs(trace: Trace) -> dict[str, Where | None]:
+    """Return the path of each input whose values forward reads → the place that reads them."""
     args, kwargs = tree_unflatten(list(range(trace.in_spec.num_leaves)), trace.in_spec)
     paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
-    return [
-        paths[position]
+    return {
+        paths[position]: trace.value_reads.get(position)
         for position, made_for in trace.settings.items()
         if isinstance(made_for, Tensor)
-    ]
+    }
+
+
+def _first_read(known: Mapping[str, Where | None]) -> Where | None:
+    return next((place for place in known.values() if place is not None), None)
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
@@ -400,7 +404,7 @@ def trace_part(
             f"forward reads the values of {' and '.join(map(repr, read))}, which belong to the "
             "whole batch"
         )
-        raise CoupledError(what, remedy="pass num_microbatches=1")
+        raise CoupledError(what, where=_first_read(read), remedy="pass num_microbatches=1")
     known = {} if known is None else known
     known[batch_size(args, kwargs)] = whole
 

@@ -471,11 +471,14 @@ def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """Capture with the values of the inputs that forward reads."""
+    reads = dict[int, Where]()
     while True:
         try:
-            return _capture_once(model, call, fold)
+            return replace(_capture_once(model, call, fold), value_reads=reads)
         except ReadsInputs as refusal:
             call = call.with_known(refusal.keys)
+            if isinstance(refusal.where, Where):
+                reads |= {key: refusal.where for key in refusal.keys if isinstance(key, int)}
 
 
 def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:

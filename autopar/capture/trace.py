@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from torch import fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from autopar.capture.diagnostics import user_line
+from autopar.errors import Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,7 @@ class Trace:
             modules except `training` (for repeated layers, those of the captured layer), values
             outside the model, and buffers.
         code: (file, qualified name, first line) of the functions that were traced.
+        value_reads: flat position of an input → the place at which forward reads its values.
     """
 
     graph: fx.Graph
@@ -277,6 +279,7 @@ class Trace:
     precision: torch.dtype | None = None
     attributes: tuple[Constant, ...] = ()
     code: tuple[tuple[str, str, int], ...] = ()
+    value_reads: Mapping[int, Where] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Trace:
         return self  # a trace is immutable, and torch warns when pytree specs are copied

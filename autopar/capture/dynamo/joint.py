@@ -252,9 +252,8 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
     """Return the error to raise for a failed capture; a `ReadsInputs` if the capture may succeed
     with more known inputs."""
     if (keys := call.knowable(origins)) is not None:
-        return ReadsInputs(
-            error if isinstance(error, CaptureError) else as_capture_error(error), keys
-        )
+        reading = error if isinstance(error, CaptureError) else as_capture_error(error)
+        return ReadsInputs(_locate_refusal(reading, model, call), keys)
     read = [
         key if isinstance(key, str) else argument_of(call.in_leaves[key][0], model)
         for key in sorted(origins.last_read(), key=str)

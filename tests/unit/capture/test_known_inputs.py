@@ -157,8 +157,10 @@ def test_sizes_that_no_shape_depends_on_stay_data() -> None:
 
 @pytest.mark.parametrize("options", [{"batch": "local"}, {"num_microbatches": 2}])
 def test_sizes_are_refused_for_a_split_batch(options: dict[str, Any]) -> None:
-    with pytest.raises(AutoparError, match="forward reads the values of '1'"):
+    with pytest.raises(AutoparError, match="forward reads the values of '1'") as refused:
         autopar.plan(net(splits), 2, example_inputs=batch(), hardware="cpu-gloo", **options)
+    assert refused.value.where is not None and refused.value.where.module == "layers.0"
+    assert "split(counts.tolist())" in refused.value.where.source
 
 
 def test_the_error_names_the_inputs_that_the_value_depends_on() -> None:
