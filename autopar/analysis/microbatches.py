@@ -28,7 +28,7 @@ from autopar.analysis.microbatch_axis import label_joint_graph
 from autopar.analysis.microbatch_calls import WHOLE, Label
 from autopar.analysis.microbatch_sites import Edge
 from autopar.capture.graphs import copy_graph, dtype_of, emit, shape_of, sweep
-from autopar.capture.trace import Input, Trace
+from autopar.capture.trace import OF_BATCH, Input, Trace
 from autopar.errors import ConstraintError
 from autopar.rules import operands_of
 
@@ -274,8 +274,6 @@ def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, s
 # --------------------------------------------------------------------------------------------------
 # The graph of one microbatch, with given values and raised operands.
 
-OF_BATCH = "of the batch"  # suffix of keys of nodes that the batch's graph does not have
-
 
 def raise_operands(part: Trace, raised: Mapping[Edge, int], num: int) -> Trace:
     """Multiply operands of nodes by powers of the number of microbatches.
@@ -293,23 +291,29 @@ def raise_operands(part: Trace, raised: Mapping[Edge, int], num: int) -> Trace:
         return part
     graph = copy_graph(part.graph)
     nodes = {node.name: node for node in graph.nodes}
-    readers: dict[tuple[fx.Node, int], list[Edge]] = defaultdict(list)
+    readers: dict[tuple[str, fx.Node, int], list[Edge]] = defaultdict(list)
     for (name, index), power in raised.items():
-        readers[operands_of(nodes[name])[index], power].append((name, index))
+        operand = operands_of(nodes[name])[index]
+        readers[_phase(operand, nodes[name]), operand, power].append((name, index))
     order = {node: place for place, node in enumerate(nodes.values())}
     products: dict[tuple[fx.Node, str, int], fx.Node] = {}
-    for (operand, power), edges in readers.items():
+    # Forward first: backward reads the products that forward has, since keys are unique.
+    for (phase, operand, power), edges in sorted(
+        readers.items(), key=lambda item: item[0][0] != "forward"
+    ):
         for name, index in sorted(edges, key=lambda edge: order[nodes[edge[0]]]):
             reader = nodes[name]
-            product = _power(operand, _phase(operand, reader), power, num, products, reader)
+            product = _power(operand, phase, power, num, products, reader)
             _replace_operand(reader, index, product)
     graph.lint()
     return _with_graph(part, graph)
 
 
 def _phase(operand: fx.Node, reader: fx.Node) -> str:
-    phase = reader.meta.get("phase") or operand.meta.get("phase")
-    return str(phase)
+    """Return the phase in which an operand is multiplied: that of its reader. The node of results
+    has no phase of its own, so that of the operand serves."""
+    near = operand if reader.op == "output" else reader
+    return str(near.meta["phase"])
 
 
 def _power(
@@ -323,7 +327,8 @@ def _power(
     """Return the node of the operand times `num`^`power`, in a phase."""
     if power == 0:
         return operand
-    found = products.get((operand, phase, power))
+    made = (products.get((operand, each, power)) for each in ("forward", phase))
+    found = next((product for product in made if product is not None), None)
     if found is None:
         below = _power(operand, phase, power - 1, num, products, reader)
         like = below if below.op == "call_function" else reader
@@ -334,7 +339,7 @@ def _power(
             times = torch.ops.aten.mul.Tensor
             found = emit(like, times, (below, num), shape_of(below), dtype=dtype_of(below))
         found.meta["phase"] = phase
-        found.meta["key"] = f"{below.meta['key']}/{OF_BATCH}"
+        found.meta["key"] = f"{below.meta['key']}{OF_BATCH}"
         products[operand, phase, power] = found
     return found
 
@@ -367,7 +372,7 @@ def take_given(part: Trace, given: Sequence[Given]) -> Trace:
         node = nodes[g.node]
         with graph.inserting_after(last):
             last = graph.create_node("placeholder", f"{g.node}_of_batch")
-        last.meta = {**node.meta, "phase": "forward", "key": f"{node.meta['key']}/{OF_BATCH}"}
+        last.meta = {**node.meta, "phase": "forward", "key": f"{node.meta['key']}{OF_BATCH}"}
         node.replace_all_uses_with(last)
         inputs.append(Input(g.path, last.name, shape_of(node), dtype_of(node), given=True))
     sweep(graph)

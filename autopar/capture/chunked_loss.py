@@ -36,7 +36,7 @@ from autopar.capture.graphs import (
     shape_of,
     sweep,
 )
-from autopar.capture.trace import Input, Parameter, Trace, assign_keys
+from autopar.capture.trace import CAPTURED_KEY, Input, Parameter, Trace, assign_keys
 from autopar.capture.trees import flatten_with_paths
 from autopar.errors import CaptureError
 
@@ -145,10 +145,14 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     """Return the trace with each cross entropy computed by rows, if possible: each device computes
     the logits of at most `rows` rows at a time.
 
+    Keys of nodes are numbered again. `CAPTURED_KEY` keeps the earlier key of a node, by which
+    microbatches name values of the batch; it is empty for new nodes.
+
     Raises:
         CaptureError: no cross entropy of the model can be computed by rows.
     """
     graph = copy_graph(trace.graph)
+    captured = {node: node.meta["key"] for node in graph.nodes}
     result = replace(trace, graph=graph)
     heads, refusals = heads_of(result)
     if not heads:
@@ -161,6 +165,8 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
         _rewrite(graph, head, rows)
     sweep(graph)
     assign_keys(graph)
+    for node in graph.nodes:
+        node.meta[CAPTURED_KEY] = captured.get(node, "")
     graph.lint()
     return result
 

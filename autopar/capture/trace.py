@@ -425,11 +425,28 @@ def _modules(meta: dict[str, Any]) -> Any:
     return meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
 
 
+CAPTURED_KEY = "captured_key"
+"""Metadata of the nodes of a rewritten graph: the key that a node had in the captured graph."""
+OF_BATCH = "/of the batch"
+"""Suffix of the keys of nodes that only the graph of a microbatch has: values of the batch, and
+products with the number of microbatches (`autopar.analysis.microbatches`)."""
+
+
 def assign_keys(graph: fx.Graph) -> None:
     """Set ``key`` of every node to ``module/op/phase/index``; the index counts nodes with the same
-    module, op and phase in graph order."""
+    module, op and phase in graph order.
+
+    Nodes with the suffix `OF_BATCH` are not counted. The key of such a product follows that of its
+    operand.
+    """
     seen: Counter[str] = Counter()
     for node in graph.nodes:
+        if str(node.meta.get("key", "")).endswith(OF_BATCH):
+            node.meta["key"] = next(
+                (f"{operand.meta['key']}{OF_BATCH}" for operand in node.all_input_nodes),
+                node.meta["key"],
+            )
+            continue
         stem = f"{node.meta['module']}/{op_name(node)}/{node.meta['phase']}"
         node.meta["key"] = f"{stem}/{seen[stem]}"
         seen[stem] += 1

@@ -101,7 +101,8 @@ class Matching:
             if name in names:
                 self.same[node] = names[name]
         for i in part.trace.inputs:
-            known = self.whole.by_key.get(i.path.removesuffix(OF_BATCH)) if i.given else None
+            path = i.path.removesuffix(OF_BATCH)
+            known = self.whole.by_captured_key.get(path) if i.given else None
             if known is not None:
                 self.same[i.node] = known.name
 

@@ -349,6 +349,9 @@ class _InTime:
         given = iter((*count.buffers, *count.inputs))
         results: Sequence[fx.Node] = ()
         for node in graph.nodes:
+            own = self.whole.by_captured_key.get(node.meta.get("key", ""))
+            if own is not None:  # the graph of terms has the keys of the captured graph
+                node.meta["key"] = own.meta["key"]
             if node.op == "placeholder":
                 name, result = named[next(given)]
                 placed[node.name, 0] = self.placed[name, result]
@@ -360,7 +363,7 @@ class _InTime:
         for (path, kind), node in zip(count.given.items(), results, strict=True):
             found = placed[node.name, 0]
             due = {"sum": 0, "mean": 1}[kind]
-            own = self.whole.by_key.get(path.removesuffix(OF_BATCH))
+            own = self.whole.by_captured_key.get(path.removesuffix(OF_BATCH))
             right = (
                 own is not None
                 and matching.same.get(node.name) == own.name

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autopar.capture.trace import Trace
+from autopar.capture.trace import CAPTURED_KEY, Trace
 from autopar.rules import Call, call_of, operands_of
 from autopar.validation.states import Ref
 
@@ -37,6 +37,8 @@ class Nodes:
         graph: the graph.
         nodes: name → node.
         by_key: key → compute node.
+        by_captured_key: key in the captured graph → compute node; equal to `by_key` unless the
+            graph was rewritten (`autopar.capture.chunked_loss`).
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -44,6 +46,11 @@ class Nodes:
         self.nodes: Mapping[str, fx.Node] = {node.name: node for node in graph.nodes}
         self.by_key: Mapping[str, fx.Node] = {
             node.meta["key"]: node for node in graph.nodes if node.op == "call_function"
+        }
+        self.by_captured_key: Mapping[str, fx.Node] = {
+            captured: node
+            for key, node in self.by_key.items()
+            if (captured := node.meta.get(CAPTURED_KEY, key))
         }
         self._calls: dict[str, Call] = {}
 
