@@ -30,7 +30,6 @@ _CALLED = re.compile(
 _NUMPY = re.compile(
     r"numpy function: <(?:bound method RandomState\.(\w+)|cyfunction (default_rng|\w*Generator\w*))"
 )
-_ARGUMENT = re.compile(r"one of the inputs with type `<class '(?P<kind>[^']+)'>` is not supported")
 _RESHAPED = re.compile(
     r"calling `L\['(?P<input>\w+)'\][^`]*\.(?P<method>\w+)`\. Reason: Getting an inplace view on a"
     r" graph input"
@@ -100,10 +99,6 @@ _OUTSIDE = (
     "call it outside the model and pass its result as an argument, or use torch functions instead"
 )
 _NO_VIEWS = ("resize", "resize_as", "set")
-_ARGUMENTS = (
-    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; store other"
-    " objects as attributes of the model in __init__"
-)
 _PADDED = (
     "run the recurrent layer on the padded batch: `out, _ = rnn(x)`. Padding at the end does not"
     " change earlier outputs, except those of the backward direction. Multiply `out` by a mask, and"
@@ -200,8 +195,6 @@ def _of_result(error: BaseException, what: str, text: str, source: str) -> Captu
 
 def _of_pattern(text: str, source: str) -> CaptureError | None:
     """Return the error for a call that torch's message names; None if it names none."""
-    if given := _ARGUMENT.search(text):
-        return _argument(given["kind"])
     if drawn := _NUMPY.search(text):
         return draws_of_numpy(drawn[1] or drawn[2], source)
     if reshaped := _RESHAPED.search(text):
@@ -312,16 +305,6 @@ def _cannot_call(name: str, source: str) -> CaptureError:
         return draws_of_python(name.replace("Random.", "random.", 1), source)
     problem = f"forward calls {name}, which torch cannot trace"
     return CaptureError(problem, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
-
-
-def _argument(kind: str) -> CaptureError:
-    """Return the error for an argument that is neither a tensor nor a plain value."""
-    remedy = (
-        "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
-    )
-    return CaptureError(
-        f"an argument of the call has type {kind}, which a graph does not accept", remedy=remedy
-    )
 
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:
