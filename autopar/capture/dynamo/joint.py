@@ -49,6 +49,7 @@ from autopar.capture.dynamo.outputs import (
 from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.dynamo.python_forms import (
     computed_attributes,
+    keep_class,
     know_operators,
     tensors_given_twice,
     unlocked_properties,
@@ -229,7 +230,9 @@ def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
         mock.patch.object(eval_frame, "check_user_input_output", lambda *_: None),
         mock.patch.object(OutputGraph, "cleanup", note_before(OutputGraph.cleanup, notes)),
     ):
-        captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
+        root = without_graph(model)
+        captured = dynamo_graph_capture_for_export(root)(*call.args, **call.kwargs)
+    keep_class(captured, root)
     join_flex_attention(captured.graph)
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])

@@ -129,6 +129,28 @@ def without_graph(model: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------------
+# The root of a captured model.
+#
+# Dynamo's bytecode reads tensors in class attributes, and in closures and defaults of methods,
+# through the class of the root (`type(self).__dict__[name]`). In the place of the root, Dynamo
+# passes its graph module, whose class does not have these attributes.
+
+
+def keep_class(captured: Any, model: nn.Module) -> None:
+    """Make Dynamo's bytecode receive a shallow copy of the model, which has its class. Attributes
+    that the bytecode sets are set on the copy.
+
+    Args:
+        captured: Dynamo's graph module.
+        model: the module that Dynamo traced.
+    """
+    root = object.__new__(type(model))
+    vars(root).update(vars(model))
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+        part.input_processor.root = root
+
+
+# --------------------------------------------------------------------------------------------------
 # Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`) become
 # calls in the graph.
 #
