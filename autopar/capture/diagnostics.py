@@ -73,6 +73,12 @@ _REMEDIES = {
         "do not create a torch.Generator in forward: torch.rand and similar functions follow"
         " torch.manual_seed and give the same numbers under every layout"
     ),
+    "Data dependent operator": (
+        "the op reads the values of its operands, as torch.cov does with weights: compute the"
+        " result with ops that do not. For the covariance of the rows of `x` with fweights `w`: `w ="
+        " w.to(x)`, `n = w.sum()`, `c = x - (x * w).sum(1, keepdim=True) / n`, `(c * w) @ c.T / (n"
+        " - 1)`"
+    ),
     "item()": _READS,
     "Tensor.tolist()": _READS,
 }
@@ -113,6 +119,11 @@ _SHAPES = (
     "keep shapes fixed: compute all rows and multiply by a mask (`y + expert(x) *"
     " picked.unsqueeze(-1)`, torch.where(mask, x, 0)), or select a fixed number of rows"
     " (`scores.topk(capacity)` and `x[index]`)"
+)
+_COUNTS = (
+    "count into a tensor of a fixed size: `torch.zeros(size, dtype=torch.long,"
+    " device=i.device).scatter_add(0, i, torch.ones_like(i))`; with weights,"
+    " `weights.new_zeros(size).scatter_add(0, i, weights)`"
 )
 _DEFAULT_REMEDY = (
     "the model must be one graph under torch.compile(fullgraph=True); call that to see torch's own"
@@ -295,7 +306,8 @@ def of_changing_shapes(where: Where) -> CaptureError:
     problem = (
         "the shape of a result depends on the values of a tensor, but a program has fixed shapes"
     )
-    return CaptureError(problem, where=where, remedy=_SHAPES)
+    remedy = _COUNTS if "bincount" in where.op else _SHAPES
+    return CaptureError(problem, where=where, remedy=remedy)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
