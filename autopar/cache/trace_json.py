@@ -16,6 +16,7 @@ from dataclasses import fields
 from functools import reduce
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 from torch.utils._pytree import treespec_dumps, treespec_loads
@@ -44,6 +45,7 @@ _BY_NAME = {
 }
 _GROUPS = {"parameters": Parameter, "buffers": Parameter, "inputs": Input, "outputs": Output}
 _PLAIN = (type(None), bool, int, str)
+_FLOATS: Mapping[type, str] = {float: "float", numpy.float64: "numpy.float64"}
 
 
 class _Writer:
@@ -69,8 +71,8 @@ class _Writer:
         """
         if type(value) in _PLAIN:
             return value
-        if isinstance(value, float):
-            return ["float", value.hex()]
+        if type(value) in _FLOATS:
+            return [_FLOATS[type(value)], value.hex()]
         if isinstance(value, fx.Node):
             return ["node", self._nodes[value]]
         if isinstance(value, torch.Tensor):
@@ -316,6 +318,7 @@ _dtype = _of_torch(torch.dtype)
 _CONTAINERS: Mapping[str, Any] = {"tuple": tuple, "list": list, "size": torch.Size}
 _READ: Mapping[str, Any] = {
     "float": float.fromhex,
+    "numpy.float64": lambda text: numpy.float64(float.fromhex(text)),
     "device": torch.device,
     **{kind: _of_torch(held) for kind, held in _BY_NAME.items()},
 }

@@ -57,6 +57,7 @@ from autopar.cache.origin import (
     origin_of_file,
     origin_of_module,
 )
+from autopar.capture.tensor_kinds import unusual_kind
 
 CodeName: TypeAlias = tuple[str, str, int]
 """The file, qualified name and first line of a function's code."""
@@ -273,12 +274,8 @@ class Walk:
         self._items(module_state(module), False)
 
     def _tensor(self, tensor: Tensor, lenient: bool) -> None:
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise self._opaque(f"a tensor of the class {type(tensor).__name__}")
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise self._opaque("a tensor with hooks")
-        if tensor.layout is not torch.strided:
-            raise self._opaque(f"a tensor of the layout {tensor.layout}")
+        if reason := _why_opaque(tensor):
+            raise self._opaque(reason)
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         number = self._storages.setdefault(storage._cdata, len(self._storages))
@@ -294,6 +291,8 @@ class Walk:
         self.followed.tensors[id(tensor)] = tensor
         if tensor.is_meta:
             return
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise self._opaque("a tensor whose memory was freed")
         if tensor.numel() * tensor.element_size() > MOST_BYTES:
             raise self._opaque("a tensor that is too large to hash")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -449,6 +448,21 @@ class Walk:
     def _wrapper_of_cache(self, value: Any, lenient: bool) -> None:
         self._token("cached function")
         self._value(value.__wrapped__, lenient)
+
+
+def _why_opaque(tensor: Tensor) -> str:
+    """Return why a tensor cannot be hashed; an empty string if it can."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"a tensor of the class {type(tensor).__name__}"
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return "a tensor with hooks"
+    if (kind := unusual_kind(tensor)) is not None:
+        return kind.name
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside a transform of torch.func"
+    if tensor._is_zerotensor():
+        return "a tensor of zeros with no elements in memory"
+    return ""
 
 
 def _array_types() -> tuple[type, ...]:

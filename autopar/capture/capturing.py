@@ -16,6 +16,7 @@ from torch import fx, nn
 from autopar.capture.calls import argument_of, bind_arguments, check_call, find_called
 from autopar.capture.diagnostics import ReadsInputs, of_modules, refuse_unseen
 from autopar.capture.dynamo.branches import all_finite, asks_for_finite, raises_left_out
+from autopar.capture.dynamo.call_objects import refuse_other_objects
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.outputs import prints_left_out
 from autopar.capture.dynamo.preparing import Prepared, prepare_call
@@ -408,7 +409,9 @@ def capture(
     check_call(signature, args, kwargs or {})
     refuse_caches(model, bind_arguments(signature, args, kwargs or {}))
     leaves, _ = flatten_call(args, dict(kwargs or {}))
-    refuse_state_and_inputs(model, ((argument_of(path, model), leaf) for path, leaf in leaves))
+    named = [(argument_of(path, model), leaf) for path, leaf in leaves]
+    refuse_state_and_inputs(model, named)
+    refuse_other_objects(named)
     refuse_overlaps(model)
     with (
         collected_seldom(),

@@ -30,7 +30,6 @@ _CALLED = re.compile(
 _NUMPY = re.compile(
     r"numpy function: <(?:bound method RandomState\.(\w+)|cyfunction (default_rng|\w*Generator\w*))"
 )
-_ARGUMENT = re.compile(r"one of the inputs with type `<class '(?P<kind>[^']+)'>` is not supported")
 _RESHAPED = re.compile(
     r"calling `L\['(?P<input>\w+)'\][^`]*\.(?P<method>\w+)`\. Reason: Getting an inplace view on a"
     r" graph input"
@@ -74,6 +73,12 @@ _REMEDIES = {
         "do not create a torch.Generator in forward: torch.rand and similar functions follow"
         " torch.manual_seed and give the same numbers under every layout"
     ),
+    "Data dependent operator": (
+        "the op reads the values of its operands, as torch.cov does with weights: compute the"
+        " result with ops that do not. For the covariance of the rows of `x` with fweights `w`: `w ="
+        " w.to(x)`, `n = w.sum()`, `c = x - (x * w).sum(1, keepdim=True) / n`, `(c * w) @ c.T / (n"
+        " - 1)`"
+    ),
     "item()": _READS,
     "Tensor.tolist()": _READS,
 }
@@ -100,10 +105,6 @@ _OUTSIDE = (
     "call it outside the model and pass its result as an argument, or use torch functions instead"
 )
 _NO_VIEWS = ("resize", "resize_as", "set")
-_ARGUMENTS = (
-    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; store other"
-    " objects as attributes of the model in __init__"
-)
 _PADDED = (
     "run the recurrent layer on the padded batch: `out, _ = rnn(x)`. Padding at the end does not"
     " change earlier outputs, except those of the backward direction. Multiply `out` by a mask, and"
@@ -118,6 +119,11 @@ _SHAPES = (
     "keep shapes fixed: compute all rows and multiply by a mask (`y + expert(x) *"
     " picked.unsqueeze(-1)`, torch.where(mask, x, 0)), or select a fixed number of rows"
     " (`scores.topk(capacity)` and `x[index]`)"
+)
+_COUNTS = (
+    "count into a tensor of a fixed size: `torch.zeros(size, dtype=torch.long,"
+    " device=i.device).scatter_add(0, i, torch.ones_like(i))`; with weights,"
+    " `weights.new_zeros(size).scatter_add(0, i, weights)`"
 )
 _DEFAULT_REMEDY = (
     "the model must be one graph under torch.compile(fullgraph=True); call that to see torch's own"
@@ -200,8 +206,6 @@ def _of_result(error: BaseException, what: str, text: str, source: str) -> Captu
 
 def _of_pattern(text: str, source: str) -> CaptureError | None:
     """Return the error for a call that torch's message names; None if it names none."""
-    if given := _ARGUMENT.search(text):
-        return _argument(given["kind"])
     if drawn := _NUMPY.search(text):
         return draws_of_numpy(drawn[1] or drawn[2], source)
     if reshaped := _RESHAPED.search(text):
@@ -302,7 +306,8 @@ def of_changing_shapes(where: Where) -> CaptureError:
     problem = (
         "the shape of a result depends on the values of a tensor, but a program has fixed shapes"
     )
-    return CaptureError(problem, where=where, remedy=_SHAPES)
+    remedy = _COUNTS if "bincount" in where.op else _SHAPES
+    return CaptureError(problem, where=where, remedy=remedy)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
@@ -312,16 +317,6 @@ def _cannot_call(name: str, source: str) -> CaptureError:
         return draws_of_python(name.replace("Random.", "random.", 1), source)
     problem = f"forward calls {name}, which torch cannot trace"
     return CaptureError(problem, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
-
-
-def _argument(kind: str) -> CaptureError:
-    """Return the error for an argument that is neither a tensor nor a plain value."""
-    remedy = (
-        "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
-    )
-    return CaptureError(
-        f"an argument of the call has type {kind}, which a graph does not accept", remedy=remedy
-    )
 
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from autopar.capture.diagnostics import of_changing_shapes
 from autopar.capture.dynamo.fakes import new_fake_mode
 from autopar.capture.normalize.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
@@ -63,6 +64,8 @@ def _fake_call(node: fx.Node) -> Any:
     try:
         return call_node(node, lambda operand: operand.meta["val"])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if node.target is torch.ops.aten.bincount.default:
+            raise of_changing_shapes(_where(node)) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         what = f"the op cannot run on tensors without data: {reason}"
         raise CaptureError(what, where=_where(node), remedy="use another op") from error

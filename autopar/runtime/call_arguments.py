@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.capture.call_constants import is_constant, same_constant
 from autopar.capture.calls import check_call
 from autopar.capture.tensor_kinds import unusual_kind
 from autopar.capture.trees import flatten_with_paths, paths_in
@@ -274,7 +275,9 @@ class Arguments:
                 continue  # compared by `_check_known`, after the check of its shape
             if not _same_setting(given, made_for):
                 # other objects cannot be compared, so they cannot select another program
-                kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
+                kind = (
+                    Misfit if isinstance(given, Tensor) or is_constant(given) else RuntimeStateError
+                )
                 raise kind(
                     f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
                     f" was compiled for {_shown(made_for)}",
@@ -381,7 +384,7 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: x
         for name, x in found.items()
-        if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(x))
+        if all(is_constant(leaf) for leaf in pytree.tree_leaves(x))
     }
 
 
@@ -414,14 +417,10 @@ def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _same_setting(given: Any, made_for: Any) -> bool:
-    """Return whether two plain values are equal and have the same type, since the type may decide a
-    dtype. Other objects only need the same type, since their equality is not reliable."""
-    if type(given) is not type(made_for):
-        return False
-    return (
-        not isinstance(made_for, _PLAIN)
-        or given == made_for
-        or (given != given and made_for != made_for)  # NaN equals NaN here
+    """Return whether two constants are equal. Other objects only need the same type, since their
+    equality is not reliable."""
+    return type(given) is type(made_for) and (
+        not is_constant(made_for) or same_constant(given, made_for)
     )
 
 
@@ -436,10 +435,9 @@ def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+    return repr(value) if is_constant(value) else type(value).__name__
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"
 _OF_PARTS = (
     'example_inputs is the whole batch; with batch="local" each rank passes only its shard'

@@ -87,10 +87,12 @@ class Compiled(Holder):
 
         Raises:
             RuntimeStateError: if neither the program nor one of `variants` was compiled for the
-                arguments, mode or parameters, or the call is traced.
+                arguments, mode or parameters, or the call is traced, or a transform of torch.func
+                is active.
             RankError: on all ranks, if ranks make different calls.
         """
         refuse_tracing(args)
+        refuse_transforms()  # also before ranks are compared, which runs ops on parameters
         if self._is_variant:  # the main module has announced the call
             return self._run_call(args, kwargs)
         with announced(
@@ -242,10 +244,8 @@ class Compiled(Holder):
 
         Raises:
             Misfit: if the mode differs, or a parameter that was frozen trains now.
-            RuntimeStateError: if the autocast state differs, a transform of torch.func is active,
-                or weights are missing.
+            RuntimeStateError: if the autocast state differs, or weights are missing.
         """
-        refuse_transforms()
         self.check_values()
         if self._frozen is not None:
             self._frozen.check(self._container)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._dynamo import symbolic_convert
+from torch._dynamo import eval_frame, symbolic_convert
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.output_graph import OutputGraph, trace_call_log
 from torch._functorch._aot_autograd.descriptors import (
@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autopar.capture.autocast import gpu_autocast, tell_of_disabled
+from autopar.capture.call_constants import without_constants
 from autopar.capture.calls import argument_of, module_of, refused_by_forward
 from autopar.capture.diagnostics import (
     ReadsInputs,
@@ -48,6 +49,7 @@ from autopar.capture.dynamo.outputs import (
 from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.dynamo.python_forms import (
     computed_attributes,
+    keep_class,
     know_operators,
     tensors_given_twice,
     unlocked_properties,
@@ -173,7 +175,9 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves, out_spec, found = others_detached(
                 captured, (*call.args, *call.kwargs.values())
             )
-            joint = aot_export_joint_with_descriptors(stack, captured, call.args, call.kwargs)
+            joint = aot_export_joint_with_descriptors(
+                stack, captured, *without_constants((call.args, call.kwargs))
+            )
             refuse_changed_inputs(joint.graph_module.graph, call.in_leaves, model)
             refuse_flex_attention(joint.graph_module.graph)
             drop_checks(joint.graph_module.graph)
@@ -222,9 +226,13 @@ def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     notes: list[Notes] = []
     with (
         computed_attributes(),
+        # `refuse_other_objects` has checked the arguments; Dynamo's check would reject dataclasses
+        mock.patch.object(eval_frame, "check_user_input_output", lambda *_: None),
         mock.patch.object(OutputGraph, "cleanup", note_before(OutputGraph.cleanup, notes)),
     ):
-        captured = dynamo_graph_capture_for_export(without_graph(model))(*call.args, **call.kwargs)
+        root = without_graph(model)
+        captured = dynamo_graph_capture_for_export(root)(*call.args, **call.kwargs)
+    keep_class(captured, root)
     join_flex_attention(captured.graph)
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])

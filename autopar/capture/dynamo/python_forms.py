@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
-from torch._dynamo.variables import builtin
+from torch._dynamo.variables import UserFunctionVariable, builtin
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.distributions import Distribution, kl
@@ -99,7 +99,66 @@ def functions_replaced() -> Iterator[None]:
     with (
         mock.patch.object(functional, "ctc_loss", ctc_loss),
         mock.patch.object(torch.backends.cudnn, "flags", flags),
+        comparisons_traced(),
     ):
+        yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions of torch that return a Python bool: `torch.equal`, `allclose` and `is_nonzero`. Dynamo
+# does not know the values of its tensors, but `autopar.capture.dynamo.constants` does. Therefore
+# Dynamo traces the tensor that decides the result.
+
+_EQUAL, _CLOSE, _NONZERO = torch.equal, torch.allclose, torch.is_nonzero
+
+
+def _equal(input: Tensor, other: Tensor) -> bool:
+    if not torch.compiler.is_dynamo_compiling():
+        return _EQUAL(input, other)
+    return input.shape == other.shape and bool((input == other).all())
+
+
+def _close(
+    input: Tensor,
+    other: Tensor,
+    rtol: float = 1e-05,
+    atol: float = 1e-08,
+    equal_nan: bool = False,
+) -> bool:
+    if not torch.compiler.is_dynamo_compiling():
+        return _CLOSE(input, other, rtol, atol, equal_nan)
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
+
+
+def _nonzero(input: Tensor) -> bool:
+    return bool(input) if torch.compiler.is_dynamo_compiling() else _NONZERO(input)
+
+
+_COMPARISONS: Mapping[str, Callable[..., bool]] = {
+    "equal": _equal,
+    "allclose": _close,
+    "is_nonzero": _nonzero,
+}
+
+
+@contextlib.contextmanager
+def comparisons_traced() -> Iterator[None]:
+    """Make Dynamo trace `torch.equal`, `allclose` and `is_nonzero`, and the methods of the same
+    names, as a tensor whose value decides the result."""
+    call = TensorVariable.call_method
+
+    def call_traced(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Trace a method of a tensor; `tx` is Dynamo's translator."""
+        if name not in _COMPARISONS:
+            return call(self, tx, name, args, kwargs)
+        return tx.inline_user_function_return(
+            UserFunctionVariable(_COMPARISONS[name]), [self, *args], kwargs
+        )
+
+    with contextlib.ExitStack() as stack:
+        for name, function in _COMPARISONS.items():
+            stack.enter_context(mock.patch.object(torch, name, function))
+        stack.enter_context(mock.patch.object(TensorVariable, "call_method", call_traced))
         yield
 
 
@@ -126,6 +185,28 @@ def without_graph(model: nn.Module) -> nn.Module:
         {name: value for name, value in vars(model).items() if name not in _OF_GRAPH_MODULES}
     )
     return plain
+
+
+# --------------------------------------------------------------------------------------------------
+# The root of a captured model.
+#
+# Dynamo's bytecode reads tensors in class attributes, and in closures and defaults of methods,
+# through the class of the root (`type(self).__dict__[name]`). In the place of the root, Dynamo
+# passes its graph module, whose class does not have these attributes.
+
+
+def keep_class(captured: Any, model: nn.Module) -> None:
+    """Make Dynamo's bytecode receive a shallow copy of the model, which has its class. Attributes
+    that the bytecode sets are set on the copy.
+
+    Args:
+        captured: Dynamo's graph module.
+        model: the module that Dynamo traced.
+    """
+    root = object.__new__(type(model))
+    vars(root).update(vars(model))
+    for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
+        part.input_processor.root = root
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from same_trace import assert_same_trace
@@ -105,6 +106,14 @@ def trace_of(model: nn.Module, batch: Any, *, cached: bool = True, **options: An
     precision = options.pop("precision", None)
     with cached_captures.captures_cached(use=cached):
         return tracing.trace_call(model, args, kwargs, precision, **options)
+
+
+@pytest.mark.parametrize("setting", [2.5, numpy.float64(2.5), torch.float64, True])
+def test_cached_constants_of_the_call_keep_their_type(setting: Any) -> None:
+    model = closure_model(2.0)
+    found = [trace_of(model, (BATCH, setting)).settings[1] for _ in range(2)]
+    assert found == [setting, setting]
+    assert type(found[1]) is type(setting)
 
 
 @pytest.mark.parametrize("case", CASES)

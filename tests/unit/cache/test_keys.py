@@ -20,9 +20,10 @@ import pytest
 import torch
 from cached_source import SOURCE, load
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.cache.entries import Key
-from autopar.cache.walk import Opaque
+from autopar.cache.walk import Opaque, Walk
 
 
 def key(model: nn.Module, args: tuple[Any, ...] = (), **more: Any) -> str:
@@ -277,6 +278,47 @@ def test_models_with_incomparable_objects_have_no_key(
     change(model)
     with pytest.raises(Opaque, match=complaint):
         key(model)
+
+
+ROWS = torch.ones(4, 4)
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": ROWS.to_sparse,
+    "sparse_csr": ROWS.to_sparse_csr,
+    "mkldnn": ROWS.to_mkldnn,
+    "torch.nested": lambda: torch.nested.nested_tensor([ROWS, ROWS[:2]]),
+    "NestedTensor": lambda: torch.nested.nested_tensor([ROWS], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),
+    "MaskedTensor": lambda: torch.masked.masked_tensor(ROWS, ROWS > 0),
+    "FakeTensor": FakeTensorMode().from_tensor(ROWS).clone,
+    "no elements": lambda: torch._efficientzerotensor((3,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some kinds are prototypes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", [True, False])
+def test_tensors_that_cannot_be_hashed_have_no_key(kind: str, values: bool) -> None:
+    walk = Walk()
+    with pytest.raises(Opaque, match=kind):
+        walk.add("the call", (KINDS[kind](),), values=values)
+
+
+def test_values_of_a_freed_tensor_have_no_key() -> None:
+    x = torch.ones(3)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(Opaque, match="memory was freed"):
+        Walk().add("the call", (x,))
+    Walk().add("the call", (x,), values=False)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize, torch.vmap])
+def test_tensors_inside_transforms_have_no_key(transform: Any) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(Opaque, match=r"inside a transform of torch\.func"):
+            Walk().add("the call", (x,), values=False)
+        return x.sum()
+
+    transform(run)(ROWS)
 
 
 def test_function_modes_and_global_hooks_prevent_a_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -188,3 +189,50 @@ def test_a_submodule_that_was_called_alone_records_its_outputs_once() -> None:
         batch["pixel_values"], output_hidden_states=True
     )  # this call makes it record its outputs
     assert capture(model, (), batch).loss is not None
+
+
+class Applies(nn.Module):
+    """A model that passes the result of a layer and an integer input to a function."""
+
+    def __init__(self, does: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(8, 8), does
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        return self.does(self.layer(x), i).square().sum()
+
+
+def _counts(h: Tensor, i: Tensor) -> Tensor:
+    return h * torch.zeros(8, dtype=torch.long).scatter_add(0, i, torch.ones_like(i))
+
+
+def _sums(h: Tensor, i: Tensor) -> Tensor:
+    weights = h.sum(1)
+    return weights.new_zeros(8).scatter_add(0, i, weights)
+
+
+def _covariance(h: Tensor, i: Tensor) -> Tensor:
+    x, w = h.T, i.to(h)
+    n = w.sum()
+    c = x - (x * w).sum(1, keepdim=True) / n
+    return (c * w) @ c.T / (n - 1)
+
+
+@pytest.mark.parametrize(
+    ("refused", "remedy", "instead"),
+    [
+        (lambda h, i: h * torch.bincount(i, minlength=8), r"scatter_add\(0, i, torch", _counts),
+        (lambda h, i: torch.bincount(i, h.sum(1), 8), r"scatter_add\(0, i, weights", _sums),
+        (lambda h, i: torch.cov(h.T, fweights=i), r"\(c \* w\) @ c\.T", _covariance),
+    ],
+)
+def test_remedies_of_ops_that_read_values_work(
+    refused: Callable[[Tensor, Tensor], Tensor],
+    remedy: str,
+    instead: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    x, i = torch.linspace(-1.0, 1.0, 64).reshape(8, 8), torch.tensor([1, 2, 3, 1, 7, 4, 4, 4])
+    with pytest.raises(CaptureError, match=remedy):
+        capture(Applies(refused), (x, i))
+    torch.testing.assert_close(instead(x, i), refused(x, i))
+    capture(Applies(instead), (x, i))

@@ -1,0 +1,92 @@
+"""Arguments of a call that are constants of its program: plain values that are not tensors.
+
+A capture specializes the program to their values, and a call with other values runs another
+program. The constants are
+
+- numbers, strings, bytes, None and Ellipsis,
+- dtypes, devices, layouts and memory formats of torch,
+- members of an `enum.Enum`,
+- numpy's float64, int64 and complex128, whose arithmetic is that of Python's numbers,
+- frozen dataclasses whose fields are constants, or tuples of constants.
+
+Other objects may change after the capture, or cannot be compared. They are refused
+(`autopar.capture.dynamo.call_objects`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    Enum,
+)
+_OF_NUMPY = (numpy.float64, numpy.int64, numpy.complex128)
+_OF_GRAPHS = (Tensor, bool, int, float, str, type(None))  # AOTAutograd accepts these leaves
+_MISSING = object()  # the value of a field that was deleted
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a leaf of a call is a constant."""
+    if isinstance(value, (*_PLAIN, *_OF_NUMPY)):
+        return True
+    return _is_frozen(value) and all(map(_is_constant_field, _fields_of(value)))
+
+
+def _is_constant_field(value: Any) -> bool:
+    return all(map(_is_constant_field, value)) if type(value) is tuple else is_constant(value)
+
+
+def _is_frozen(value: Any) -> bool:
+    """Return whether a value is an object of a frozen dataclass."""
+    kind: Any = type(value)
+    # a subclass that is no dataclass inherits the parameters, but its objects may change
+    return "__dataclass_params__" in vars(kind) and bool(kind.__dataclass_params__.frozen)
+
+
+def _fields_of(value: Any) -> list[Any]:
+    return [getattr(value, field.name, _MISSING) for field in fields(value)]
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Return whether two constants have the same type, which may decide a dtype, and equal values.
+    NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if _is_frozen(one):
+        return same_constant(tuple(_fields_of(one)), tuple(_fields_of(other)))
+    if type(one) is tuple:
+        return len(one) == len(other) and all(map(same_constant, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def as_traced(value: Any) -> Any:
+    """Return the value that Dynamo traces for a leaf: a Python number for a number of numpy, which
+    Dynamo would convert to a tensor."""
+    return value.item() if isinstance(value, _OF_NUMPY) else value
+
+
+def without_constants(tree: Any) -> Any:
+    """Return a structure of leaves with None instead of the constants that AOTAutograd rejects,
+    which Dynamo's graph no longer reads."""
+    return pytree.tree_map(
+        lambda leaf: None if not isinstance(leaf, _OF_GRAPHS) and is_constant(leaf) else leaf, tree
+    )
