@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.methods import (
     ON_A_COPY,
     NoSuchMethod,
@@ -184,9 +185,9 @@ class Standing(nn.Module):
         if held or any(name in self.__dict__[kind] for kind in _KINDS):
             self._check_held(name, value)
         if name in self._buffers:
-            self._buffers[name] = value
+            self._buffers[name] = hold_value(value)
         elif isinstance(value, nn.Parameter):
-            self._parameters[name] = value
+            self._parameters[name] = hold_value(value)
         else:
             nn.Module.__setattr__(self, name, value)
 

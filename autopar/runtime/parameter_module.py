@@ -24,7 +24,6 @@ from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.runtime.rank_consistency import check_random_state, share_weights
-from autopar.runtime.tensor_guards import watch_data
 
 # --------------------------------------------------------------------------------------------------
 # The random state of a compiled module.
@@ -188,7 +187,6 @@ class Holder(Drawing):
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         self._steps = Steps() if shared is None else shared._steps
         watch_optimizers(self.parameters(), self._steps)
-        watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())
         if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
