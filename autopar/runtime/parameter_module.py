@@ -24,6 +24,7 @@ from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.runtime.rank_consistency import check_random_state, share_weights
+from autopar.runtime.state_dict_hooks import StateDictHooks
 
 # --------------------------------------------------------------------------------------------------
 # The random state of a compiled module.
@@ -165,7 +166,7 @@ class Holder(Drawing):
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
         self._names: dict[str, str] = {}
-        self._extra_states = extra_states(model)
+        self._extra_states, self._model_hooks = extra_states(model), StateDictHooks.of(model)
         if shared is None:
             share_weights(model, self._world)
         self._make_parts(model)
@@ -396,14 +397,17 @@ class Holder(Drawing):
 
         Returns:
             Copies as plain tensors on the CPU, under all names that the model has for them,
-            including tied names. The plain model's ``load_state_dict`` accepts them.
+            including tied names, after the model's state dict hooks. The plain model's
+            ``load_state_dict`` accepts them.
 
         Raises:
             RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot gather a
                 tensor that is sharded inside a dim.
         """
         state: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
-        return state if rank0_only and rank() else state | self._extra_states
+        if rank0_only and rank():
+            return state
+        return self._model_hooks.after_saving(self, state | self._extra_states)
 
     def extra_state_names(self) -> Collection[str]:
         """Return the state dict names of the results of ``get_extra_state``. The results are those
@@ -447,9 +451,12 @@ def _state_dict_hook(
     state.update((prefix + name, value) for name, value in module._extra_states.items())
 
 
-def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replace full tensors of a state dict by DTensors, and remove tensors of other stages. Tensors
-    with a wrong shape are left for torch to report."""
+    with a wrong shape are left for torch to report. The model's hooks run first, unless the state
+    dict is the compiled module's own, with DTensors."""
+    if not any(isinstance(x, DTensor) for name, x in state.items() if name.startswith(prefix)):
+        module._model_hooks.before_loading(module, state, prefix, rest)
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
         if (
