@@ -77,7 +77,8 @@ class Standing(nn.Module):
         self.__dict__["_plain"] = {
             name: x for name, x in plain.items() if name not in self.__dict__
         }
-        self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
+        self.__dict__["_stands_for"] = self.__dict__.pop("_model_class", type(module))
+        self.__dict__["_own"] = frozenset(self.__dict__)
 
     def _names_in_use(self, own: type, attributes: Mapping[str, Any]) -> frozenset[str]:
         """Return the names of a module's plain attributes that `self` uses for other values.

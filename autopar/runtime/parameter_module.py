@@ -14,6 +14,7 @@ from autopar.core.layout import Layout
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.ops import random
 from autopar.program.program import ProgramTensor
+from autopar.runtime.closures import Rebound
 from autopar.runtime.device_mesh import first_rank_says
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
@@ -281,13 +282,13 @@ class Holder(Drawing):
         """Create a part for each name of a module. Entries of the module that are None are
         copied."""
         classes: dict[type[nn.Module], type[Part]] = {}
+        rebound, parts = Rebound(model), dict[int, Standing]()
         for path, module in model.named_modules(remove_duplicate=False):
             here: Standing = self
+            cls = rebound.class_of(module)
             if path:
                 above, _, name = path.rpartition(".")
-                alike = classes.get(type(module)) or classes.setdefault(
-                    type(module), part_class(type(module))
-                )
+                alike = classes.get(cls) or classes.setdefault(cls, part_class(cls))
                 here = object.__new__(alike)
                 Part.__init__(here)
                 self._container(above).hold_module(name, here)
@@ -295,6 +296,9 @@ class Holder(Drawing):
                 getattr(here, kind).update(
                     {name: None for name, x in getattr(module, kind).items() if x is None}
                 )
+            here.__dict__["_model_class"] = cls
+            parts.setdefault(id(module), here)
+        rebound.fill(lambda module: parts[id(module)])
 
     def _parameter(
         self,
