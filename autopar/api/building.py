@@ -55,6 +55,7 @@ from autopar.explanation.summary import idle
 from autopar.plans import Plan
 from autopar.program.program import Program
 from autopar.request import Backend, Outputs, PlanOptions
+from autopar.runtime.closures import rebind_copy
 from autopar.runtime.device_mesh import agree, device_mesh
 from autopar.runtime.guarded_module import Compiled
 from autopar.runtime.guards import Variants
@@ -102,7 +103,9 @@ class Structure:
             memo.setdefault(id(buffer), kept)
         modes = {path: module.training for path, module in model.named_modules()}
         try:
-            return Structure(copy.deepcopy(model, memo), modes)
+            copied = copy.deepcopy(model, memo)
+            rebind_copy(model, copied, memo)
+            return Structure(copied, modes)
         except Exception as error:  # modules may raise anything; reported when a copy is needed
             return Structure(None, modes, f"{type(error).__name__}: {error}")
 

@@ -16,6 +16,9 @@ handles these cases as follows:
     writes into a shard          each function is logged once
 
 Each of these cases is collective: every rank must execute it.
+
+An assignment to ``data`` is refused, for parameters, sharded buffers and gradients. torch accepts
+it, but all ops continue to read the previous local tensor.
 """
 
 from __future__ import annotations
@@ -289,12 +292,40 @@ def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> 
 
 
 def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Access an attribute. Convert gradients to `HeldTensor`, and record the origin of views."""
+    """Access an attribute. Convert gradients to `HeldTensor`, and record the origin of views.
+
+    Raises:
+        RuntimeStateError: if other data is assigned to the tensor.
+    """
+    attribute = getattr(func.__self__, "__name__", "")
+    if attribute == "data" and func.__name__ == "__set__":
+        _refuse_other_data(*args)
+        return None
     with DisableTorchFunctionSubclass():
         value = hold_value(func(*args, **kwargs))
-    if isinstance(value, DTensor) and getattr(func.__self__, "__name__", "") in VIEW_ATTRIBUTES:
+    if isinstance(value, DTensor) and attribute in VIEW_ATTRIBUTES:
         return _record_origins(value, func, args, kwargs)
     return value
+
+
+def _refuse_other_data(target: HeldTensor, value: Tensor) -> None:
+    """Raise RuntimeStateError if the assignment of `value` to ``target.data`` would change the
+    target. An assignment of its own data, as in ``p.data = p.data.contiguous()``, is allowed.
+    """
+    if isinstance(value, DTensor) and value._spec == target._spec:
+        given, own = value._local_tensor, target._local_tensor
+        if given.is_set_to(own):
+            return
+    raise RuntimeStateError(
+        f"a distributed tensor of shape {tuple(target.shape)} cannot be assigned data"
+        " (p.data = ...): torch does not transfer the data to its shards, so its value would not"
+        " change",
+        remedy=(
+            "write into it under torch.no_grad(): p.copy_(value), after saved = p.detach().clone()"
+            " if the previous value is needed; pm.load_state_dict({...}, strict=False) also takes"
+            " full tensors; for a gradient, assign p.grad = value"
+        ),
+    )
 
 
 def _hold_new(result: Any, operands: list[Tensor]) -> Any:

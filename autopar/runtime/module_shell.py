@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import RuntimeStateError
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.methods import (
     ON_A_COPY,
     NoSuchMethod,
@@ -76,7 +77,8 @@ class Standing(nn.Module):
         self.__dict__["_plain"] = {
             name: x for name, x in plain.items() if name not in self.__dict__
         }
-        self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
+        self.__dict__["_stands_for"] = self.__dict__.pop("_model_class", type(module))
+        self.__dict__["_own"] = frozenset(self.__dict__)
 
     def _names_in_use(self, own: type, attributes: Mapping[str, Any]) -> frozenset[str]:
         """Return the names of a module's plain attributes that `self` uses for other values.
@@ -184,9 +186,9 @@ class Standing(nn.Module):
         if held or any(name in self.__dict__[kind] for kind in _KINDS):
             self._check_held(name, value)
         if name in self._buffers:
-            self._buffers[name] = value
+            self._buffers[name] = hold_value(value)
         elif isinstance(value, nn.Parameter):
-            self._parameters[name] = value
+            self._parameters[name] = hold_value(value)
         else:
             nn.Module.__setattr__(self, name, value)
 

@@ -14,6 +14,7 @@ from autopar.core.layout import Layout
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.ops import random
 from autopar.program.program import ProgramTensor
+from autopar.runtime.closures import Rebound
 from autopar.runtime.device_mesh import first_rank_says
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
@@ -24,7 +25,7 @@ from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.runtime.rank_consistency import check_random_state, share_weights
-from autopar.runtime.tensor_guards import watch_data
+from autopar.runtime.state_dict_hooks import StateDictHooks
 
 # --------------------------------------------------------------------------------------------------
 # The random state of a compiled module.
@@ -166,7 +167,7 @@ class Holder(Drawing):
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
         self._names: dict[str, str] = {}
-        self._extra_states = extra_states(model)
+        self._extra_states, self._model_hooks = extra_states(model), StateDictHooks.of(model)
         if shared is None:
             share_weights(model, self._world)
         self._make_parts(model)
@@ -188,7 +189,6 @@ class Holder(Drawing):
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)
         self._steps = Steps() if shared is None else shared._steps
         watch_optimizers(self.parameters(), self._steps)
-        watch_data(self.parameters())
         if shared is None:
             watch_replaced(model.parameters())
         if devices.device_type != "cpu" and any(t.layout.host for t in tensors):
@@ -282,13 +282,13 @@ class Holder(Drawing):
         """Create a part for each name of a module. Entries of the module that are None are
         copied."""
         classes: dict[type[nn.Module], type[Part]] = {}
+        rebound, parts = Rebound(model), dict[int, Standing]()
         for path, module in model.named_modules(remove_duplicate=False):
             here: Standing = self
+            cls = rebound.class_of(module)
             if path:
                 above, _, name = path.rpartition(".")
-                alike = classes.get(type(module)) or classes.setdefault(
-                    type(module), part_class(type(module))
-                )
+                alike = classes.get(cls) or classes.setdefault(cls, part_class(cls))
                 here = object.__new__(alike)
                 Part.__init__(here)
                 self._container(above).hold_module(name, here)
@@ -296,6 +296,9 @@ class Holder(Drawing):
                 getattr(here, kind).update(
                     {name: None for name, x in getattr(module, kind).items() if x is None}
                 )
+            here.__dict__["_model_class"] = cls
+            parts.setdefault(id(module), here)
+        rebound.fill(lambda module: parts[id(module)])
 
     def _parameter(
         self,
@@ -398,14 +401,17 @@ class Holder(Drawing):
 
         Returns:
             Copies as plain tensors on the CPU, under all names that the model has for them,
-            including tied names. The plain model's ``load_state_dict`` accepts them.
+            including tied names, after the model's state dict hooks. The plain model's
+            ``load_state_dict`` accepts them.
 
         Raises:
             RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot gather a
                 tensor that is sharded inside a dim.
         """
         state: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
-        return state if rank0_only and rank() else state | self._extra_states
+        if rank0_only and rank():
+            return state
+        return self._model_hooks.after_saving(self, state | self._extra_states)
 
     def extra_state_names(self) -> Collection[str]:
         """Return the state dict names of the results of ``get_extra_state``. The results are those
@@ -449,9 +455,12 @@ def _state_dict_hook(
     state.update((prefix + name, value) for name, value in module._extra_states.items())
 
 
-def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replace full tensors of a state dict by DTensors, and remove tensors of other stages. Tensors
-    with a wrong shape are left for torch to report."""
+    with a wrong shape are left for torch to report. The model's hooks run first, unless the state
+    dict is the compiled module's own, with DTensors."""
+    if not any(isinstance(x, DTensor) for name, x in state.items() if name.startswith(prefix)):
+        module._model_hooks.before_loading(module, state, prefix, rest)
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
         if (

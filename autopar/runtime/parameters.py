@@ -21,7 +21,6 @@ from autopar.program.program import ProgramTensor
 from autopar.program.splitting import local_part
 from autopar.runtime.device_mesh import joined_axes, wrap_local
 from autopar.runtime.guards import fill_missing
-from autopar.runtime.tensor_guards import refuse_given_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +111,9 @@ class Storage:
         """Return the local tensor of a stored tensor as a view with `graph_shape`.
 
         Raises:
-            RuntimeStateError: if the tensor was converted to another dtype, moved or assigned other
-                data after the program was compiled, or was replaced by a tensor with another
-                storage.
+            RuntimeStateError: if the tensor was converted to another dtype or moved after the
+                program was compiled, or was replaced by a tensor with another storage.
         """
-        refuse_given_data(self.tensor.name, stored)
         local = stored.to_local() if isinstance(stored, DTensor) else stored
         expected = "cpu" if self.tensor.layout.host else self.devices.device_type
         if local.dtype != self.tensor.dtype or local.device.type != expected:

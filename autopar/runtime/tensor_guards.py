@@ -1,9 +1,5 @@
-"""Detection of writes to tensors: assignments to ``p.data`` of distributed parameters, in-place
-changes between forward and backward, and checksums of values.
-
-torch accepts ``p.data = tensor`` for a distributed parameter, but ops continue to read the previous
-local tensor.
-"""
+"""Detection of writes to tensors: in-place changes between forward and backward, and checksums of
+values."""
 
 from __future__ import annotations
 
@@ -18,49 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.dynamo.fakes import no_modes
 from autopar.errors import RuntimeStateError
-
-_MARK = "_autopar_storage"
-
-
-def watch_data(parameters: Iterable[Tensor]) -> None:
-    """Record the storage of each distributed parameter. A parameter that another program of its
-    module already watches keeps its record, since its data may have been assigned since then.
-    """
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) and not _is_watched(parameter):
-            setattr(parameter, _MARK, _mark(parameter))
-
-
-def _is_watched(parameter: Tensor) -> bool:
-    noted = parameter.__dict__.get(_MARK)
-    return noted is not None and bool(noted[0] == id(parameter))
-
-
-def refuse_given_data(name: str, parameter: Tensor) -> None:
-    """Check that the data of a watched parameter was not assigned. Copies (`copy.deepcopy`) are not
-    watched.
-
-    Args:
-        name: the name of the parameter, for error messages.
-        parameter: the parameter.
-
-    Raises:
-        RuntimeStateError: if its data was assigned.
-    """
-    if _is_watched(parameter) and parameter.__dict__[_MARK] != _mark(parameter):
-        raise RuntimeStateError(
-            f"{name!r} was assigned data (p.data = ...), which torch does not transfer to a"
-            " distributed parameter: its value did not change",
-            remedy=(
-                "write into it under torch.no_grad(): p.copy_(...); for full tensors use"
-                " pm.load_state_dict({...}, strict=False)"
-            ),
-        )
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    return id(parameter), parameter.untyped_storage()._cdata
-
 
 # --------------------------------------------------------------------------------------------------
 # Tensors that the user holds and backward reads. They must not change between a call and its

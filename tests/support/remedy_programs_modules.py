@@ -441,9 +441,9 @@ PLAIN: dict[str, Program] = {
         "compile the model again with these values",
         _change_count(False, again=True),
     ),
-    "runtime/tensor_guards.py refuse_given_data 0": Program(
+    "runtime/dtensor.py _refuse_other_data 0": Program(
         _call_after(lambda plain, module: setattr(module.body.weight, "data", torch.ones(4, 4))),
-        "p.copy_(...)",
+        "p.copy_(value)",
         _call_after(lambda plain, module: _written(module.body.weight)),
     ),
 }

@@ -1,5 +1,5 @@
-"""A program would ignore data assigned to a parameter, so the assignment is refused. In-place
-writes are allowed."""
+"""A program would ignore data assigned to a parameter or a gradient, so the assignment is refused.
+In-place writes are allowed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 import autopar
 from autopar.errors import RuntimeStateError
@@ -35,31 +36,75 @@ def module() -> Any:
 @pytest.mark.parametrize(
     "data", [lambda p: torch.eye(8), lambda p: p.data * 0.5], ids=["plain", "distributed"]
 )
-def test_a_parameter_with_assigned_data_is_refused_at_the_next_call(
+def test_an_assignment_to_the_data_of_a_parameter_is_refused_and_changes_nothing(
     module: Any, data: Callable[[Any], Tensor]
 ) -> None:
+    before = module.full_state_dict()
+    for of in (module, copy.deepcopy(module)):
+        with pytest.raises(
+            RuntimeStateError, match=r"cannot be assigned data \(p\.data = \.\.\.\)"
+        ):
+            of.body.weight.data = data(of.body.weight)
+        for name, value in of.full_state_dict().items():
+            torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     module(X).backward()
-    module.body.weight.data = data(module.body.weight)
-    with pytest.raises(
-        RuntimeStateError, match=r"'body\.weight' was assigned data \(p\.data = \.\.\.\)"
-    ):
-        module(X)
-    with pytest.raises(RuntimeStateError, match="was assigned data"), torch.no_grad():
-        module(X)
 
 
-@pytest.mark.parametrize("calls", [(X[:2],), (X[:2], X)], ids=["another shape", "both shapes"])
-def test_assigned_data_is_refused_if_the_next_call_needs_another_program(
-    module: Any, calls: tuple[Tensor, ...]
+def test_vector_to_parameters_is_refused(module: Any) -> None:
+    values = torch.zeros(sum(p.numel() for p in module.parameters()))
+    with pytest.raises(RuntimeStateError, match="cannot be assigned data"):
+        nn.utils.vector_to_parameters(values, module.parameters())
+
+
+def test_an_assignment_to_the_data_of_a_replaced_parameter_is_refused(module: Any) -> None:
+    kept = module.body.weight
+    module.body.weight = nn.Parameter(
+        distribute_tensor(torch.eye(8), kept.device_mesh, kept.placements)
+    )
+    with pytest.raises(RuntimeStateError, match="cannot be assigned data"):
+        module.body.weight.data = torch.zeros(8, 8)
+
+
+def test_an_assignment_to_the_data_of_a_gradient_is_refused(module: Any) -> None:
+    module(X).backward()
+    gradient = module.body.weight.grad
+    with pytest.raises(RuntimeStateError, match="for a gradient, assign"):
+        gradient.data = gradient.data * 0
+    module.body.weight.grad = gradient.data * 0
+    assert module.body.weight.grad.norm().item() == 0.0
+
+
+def test_a_parameter_accepts_its_own_data(module: Any) -> None:
+    before = module(X).item()
+    for p in module.parameters():
+        p.data = p.data.contiguous()
+    assert module(X).item() == before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda g: g.data.clamp_(-0.01, 0.01),
+        lambda g: g.data.zero_(),
+        lambda g: g.data.mul_(0.5),
+        lambda g: g.data.copy_(torch.ones(g.shape)),
+        lambda g: g.data[0].zero_(),
+    ],
+    ids=["clamp", "zero", "mul", "copy", "row"],
+)
+def test_in_place_functions_of_the_data_of_gradients_change_the_step(
+    module: Any, write: Callable[[Any], object]
 ) -> None:
-    module(X)
-    module.body.weight.data = torch.eye(8)
-    for x in calls:
-        with pytest.raises(RuntimeStateError, match=r"'body\.weight' was assigned data"):
-            module(x)
-    module.eval()
-    with pytest.raises(RuntimeStateError, match="was assigned data"), torch.no_grad():
-        module(X)
+    plain = Net()
+    plain.load_state_dict(module.full_state_dict())
+    for each in (plain, module):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(X).backward()
+        for p in each.parameters():
+            write(p.grad)
+        optimizer.step()
+    for name, value in module.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
 
 
 def test_in_place_writes_to_parameters_are_allowed(module: Any) -> None:
