@@ -48,6 +48,7 @@ from autopar.constraints import (
 from autopar.constraints.words import in_words
 from autopar.core.layout import Layout
 from autopar.core.mesh import HardwareLike, is_unshaped
+from autopar.core.same_values import text_of
 from autopar.core.terminal import progress_of_long
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
@@ -226,11 +227,7 @@ def told_trained(trained: Mapping[str, bool]) -> str:
 def _shape(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {tuple(leaf.shape)}{' with a gradient' if leaf.requires_grad else ''}"
-    return (
-        repr(leaf)
-        if isinstance(leaf, int | float | complex | str | bytes | None)
-        else type(leaf).__name__
-    )  # the repr of other objects contains an address
+    return text_of(leaf)
 
 
 # --------------------------------------------------------------------------------------------------

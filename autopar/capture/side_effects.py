@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from autopar.capture.diagnostics import is_torchs, user_line
 from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.core.same_values import is_same
 
 # --------------------------------------------------------------------------------------------------
 # Values outside the model's modules that forward reads: global and closure variables, and their
@@ -133,12 +134,7 @@ def is_unchanged(
         value = None if found is None else value_at(found[1], found[2])
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
         return False  # not the source name of a value outside the model
-    return (
-        found is not None
-        and isinstance(value, PLAIN)
-        and type(left) is type(value)
-        and left == value
-    )
+    return found is not None and isinstance(value, PLAIN) and is_same(left, value)
 
 
 def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:

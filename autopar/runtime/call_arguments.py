@@ -27,6 +27,7 @@ from autopar.capture.calls import check_call
 from autopar.capture.tensor_kinds import unusual_kind
 from autopar.capture.trees import flatten_with_paths, paths_in
 from autopar.core.layout import local_shape
+from autopar.core.same_values import is_plain, is_same, text_of
 from autopar.errors import CallError, RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.program.program import Program, ProgramTensor
@@ -270,19 +271,24 @@ class Arguments:
     def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
             given = leaves[position]
-            if isinstance(made_for, Tensor):
-                continue  # compared by `_check_known`, after the check of its shape
-            if not _same_setting(given, made_for):
-                # other objects cannot be compared, so they cannot select another program
-                kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
-                raise kind(
-                    f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
-                    f" was compiled for {_shown(made_for)}",
-                    remedy=(
-                        "pass the value the program was compiled for, or compile the model again"
-                        " for this call"
-                    ),
+            if isinstance(made_for, Tensor) or is_same(given, made_for):
+                continue  # tensors are compared by `_check_known`, after the check of their shapes
+            what = f"argument {self._form.paths[position]!r} is {text_of(given)}, but the program"
+            if isinstance(given, Tensor) or is_plain(given):
+                remedy = (
+                    "pass the value the program was compiled for, or compile the model again"
+                    " for this call"
                 )
+                raise Misfit(f"{what} was compiled for {text_of(made_for)}", remedy=remedy)
+            # an object whose equality is unknown cannot select another program
+            how = "another object" if type(given) is type(made_for) else text_of(made_for)
+            raise RuntimeStateError(
+                f"{what} was compiled for {how}",
+                remedy=(
+                    "pass the same object in every call; numbers, strings and enum members are"
+                    " compared by value"
+                ),
+            )
 
     def _check_known(self, leaves: Sequence[Any]) -> None:
         """Check the values of inputs that forward reads. On a GPU this synchronizes with the
@@ -381,7 +387,7 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: x
         for name, x in found.items()
-        if all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(x))
+        if all(is_plain(leaf) for leaf in pytree.tree_leaves(x))
     }
 
 
@@ -404,7 +410,7 @@ def _check_kind(name: str, value: Tensor) -> None:
 def _is_same(given: Any, default: Any) -> bool:
     leaves, spec = pytree.tree_flatten(given)
     wanted, same = pytree.tree_flatten(default)
-    return spec == same and all(map(_same_setting, leaves, wanted))
+    return spec == same and all(map(is_same, leaves, wanted))
 
 
 def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -413,21 +419,9 @@ def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
     )
 
 
-def _same_setting(given: Any, made_for: Any) -> bool:
-    """Return whether two plain values are equal and have the same type, since the type may decide a
-    dtype. Other objects only need the same type, since their equality is not reliable."""
-    if type(given) is not type(made_for):
-        return False
-    return (
-        not isinstance(made_for, _PLAIN)
-        or given == made_for
-        or (given != given and made_for != made_for)  # NaN equals NaN here
-    )
-
-
 def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
     if not isinstance(value, Tensor):
-        return _shown(value)
+        return text_of(value)
     asks = " that requires a gradient" if value.requires_grad else ""
     return (
         f"{str(value.dtype).removeprefix('torch.')}"
@@ -435,11 +429,6 @@ def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
     )
 
 
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"
 _OF_PARTS = (
     'example_inputs is the whole batch; with batch="local" each rank passes only its shard'

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.side_effects import follow, steps_of, value_at
 from autopar.capture.trace import KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.core.same_values import is_same
 from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
 from autopar.runtime.module_shell import Standing
@@ -145,7 +146,7 @@ def _outside(each: OutsideValue) -> Any:
 def _same(now: Any, was: Any) -> bool:
     if isinstance(was, Stamp):
         return was.is_of(now)
-    return now is was or (type(now) is type(was) and (now == was or now != now))
+    return is_same(now, was)
 
 
 # --------------------------------------------------------------------------------------------------
