@@ -247,6 +247,7 @@ class Compiled(Holder):
         """
         refuse_transforms()
         self.check_values()
+        self.check_ties()
         if self._frozen is not None:
             self._frozen.check(self._container)
             self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
