@@ -60,6 +60,13 @@ from autopar.runtime.device_mesh import agree, device_mesh
 from autopar.runtime.guarded_module import Compiled
 from autopar.runtime.guards import Variants
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.module_modes import (
+    FollowedModes,
+    ModeChange,
+    mode_state_of,
+    overrides_modes,
+    set_own_mode,
+)
 from autopar.runtime.optimizers import PlannedState, note_planned
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
@@ -132,11 +139,24 @@ class Structure:
             )
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+        if overrides_modes(self.model):  # the copy has the modes of the compiled module
+            if training != self.model.training:
+                set_own_mode(self.model, training, trained)
+            return self.model
         self.model.train(training)
         if training == self.modes[""]:
             for path, module in self.model.named_modules():
                 module.training = self.modes[path]
         return self.model
+
+    def set_mode(self, training: bool, trained: Mapping[str, bool]) -> ModeChange:
+        """Run the model's own `train` or `eval` on the copy; see `OwnModes.set_mode`.
+
+        Raises:
+            RuntimeStateError: if there is no copy.
+        """
+        model = self.model or self.as_called(training, trained)  # raises the error
+        return set_own_mode(model, training, trained)
 
 
 def variant_options(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
@@ -302,11 +322,20 @@ def parallel_module(
             "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
         )
         further = options if usual else replace(options, outputs=wanted)
+        structure = Structure.of(model)
+        module.modes = _modes_followed(model, structure)
         builder = _VariantBuilder(
-            further, order.request.hardware, order.backend, Structure.of(model), devices
+            further, order.request.hardware, order.backend, structure, devices
         )
         module.variants = Variants(builder)
     return module
+
+
+def _modes_followed(model: nn.Module, structure: Structure) -> FollowedModes:
+    if not overrides_modes(model):
+        return FollowedModes()
+    state = mode_state_of(model if structure.model is None else structure.model)
+    return FollowedModes(structure, state, state)
 
 
 def _note_optimizer(module: nn.Module, plan: Plan) -> None:
@@ -380,6 +409,7 @@ class _VariantBuilder:
             )
             made = parallel_module(order, args, kwargs, module)
         made.train(training)
+        made.modes = FollowedModes(None, module.modes.now, module.modes.now)
         made.only_forward = (
             only_forward
             and made.plan.options["inference"]

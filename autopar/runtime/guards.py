@@ -24,6 +24,7 @@ from autopar.capture.trace import KnownBuffer, ModuleAttribute, OutsideValue, St
 from autopar.core.same_values import is_same
 from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
+from autopar.runtime.module_modes import FollowedModes
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.rank_comm import rank
 
@@ -239,6 +240,7 @@ class ProgramVariant(Protocol):
     """A module with its own program."""
 
     training: bool
+    modes: FollowedModes
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Return whether the program was compiled for such a call in that mode."""
@@ -289,7 +291,9 @@ class Variants:
             RuntimeStateError: if `MOST` variants already exist.
         """
         for known in self.known:
-            if known.takes(args, kwargs, training=training):
+            if known.modes.captured == module.modes.now and known.takes(
+                args, kwargs, training=training
+            ):
                 return known
         if len(self.known) >= MOST:
             what = (

@@ -19,6 +19,7 @@ from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
 from autopar.runtime.full_state import extra_states, is_same, whole_values
 from autopar.runtime.guards import Unset, Variants
+from autopar.runtime.module_modes import FollowedModes
 from autopar.runtime.module_shell import UNTIE, Part, Standing
 from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
@@ -163,6 +164,7 @@ class Holder(Drawing):
     ) -> None:
         super().__init__()
         self.variants: Variants | None = None
+        self.modes = FollowedModes()
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
@@ -205,9 +207,21 @@ class Holder(Drawing):
         self.hold_buffer(random.STATE, state, persistent=False)
 
     def train(self, mode: bool = True) -> Holder:
-        """Set the mode of the whole module, and return it."""
-        for module in self.modules():
-            module.training = mode
+        """Set the mode of the whole module, and return it. If the model overrides `train` or
+        `eval`, every submodule gets the mode that the override gives it, and parameters that it
+        freezes are frozen."""
+        if self.modes.own is None:
+            for module in self.modules():
+                module.training = mode
+            return self
+        trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        made = self.modes.own.set_mode(mode, trained)
+        for path, training in made.modes.items():
+            self._container(path).training = training
+        for name, parameter in self.named_parameters():
+            if made.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+                parameter.requires_grad_(made.trained[name])
+        self.modes.now = made.state
         return self
 
     def check_values(self) -> None:
