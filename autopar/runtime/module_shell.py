@@ -47,6 +47,28 @@ class _NoComputing(TorchDispatchMode):
         raise NoSuchMethod(f"it computes with tensors ({func}), and each rank holds only shards")
 
 
+class _Kept(dict[str, Any]):
+    """The parameters or buffers of a module. They cannot be removed, since some functions of torch,
+    such as `torch.nn.utils.weight_norm`, remove a parameter before they do what is refused."""
+
+    def __delitem__(self, name: str) -> NoReturn:
+        raise _of_another_model(f"{name!r} cannot be removed")
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Raise RuntimeStateError if there is a tensor of that name."""
+        if name in self:
+            del self[name]
+        return super().pop(name, *default)
+
+    def popitem(self) -> NoReturn:
+        """Raise RuntimeStateError."""
+        raise _of_another_model("parameters and buffers cannot be removed")
+
+    def clear(self) -> NoReturn:
+        """Raise RuntimeStateError."""
+        self.popitem()
+
+
 class Standing(nn.Module):
     """A stand-in for a module. It shows the plain attributes of the module, such as ``config``.
     These cannot be set, since the program contains their captured values as constants. If the
@@ -58,6 +80,8 @@ class Standing(nn.Module):
         parameters are refused, and so are methods of the model that read names used by `self`.
         """
         own = Part if isinstance(self, Part) else type(self)
+        for kind in ("_parameters", "_buffers"):
+            self.__dict__[kind] = _Kept(self.__dict__[kind])
         of_classes = {
             name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()
         }

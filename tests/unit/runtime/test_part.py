@@ -296,49 +296,6 @@ def test_parameters_and_buffers_can_only_be_replaced_by_tensors_of_the_same_kind
     assert module(X).item() != before
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
-        self.inner[0].weight = self.first.weight
-        self.register_buffer("shift", torch.ones(4))
-        self.inner.register_buffer("again", self.shift)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.inner(self.first(x)) * self.shift + self.inner.again).square().mean()
-
-
-def test_a_tied_tensor_cannot_be_replaced_under_one_of_its_names() -> None:
-    torch.manual_seed(0)
-    module: Any = autopar.compile(Tied(), example_inputs=(X,), hardware="cpu-gloo")
-    before = module(X).item()
-    for part, name, other in (
-        (module.inner[0], "weight", "first.weight"),
-        (module.first, "weight", "inner.0.weight"),
-        (module, "shift", "inner.again"),
-        (module.inner, "again", "shift"),
-    ):
-        held = getattr(part, name)
-        value = held.detach().clone()
-        value = nn.Parameter(value) if isinstance(held, nn.Parameter) else value
-        with pytest.raises(RuntimeStateError, match=f"is the same tensor as '{other}'"):
-            setattr(part, name, value)
-        with pytest.raises(RuntimeStateError, match="cannot be removed"):
-            delattr(part, name)
-        setattr(part, name, held)  # as tie_weights does
-        assert module(X).item() == before
-    held = module.inner[0].weight
-    module.inner[0]._parameters["weight"] = nn.Parameter(held.detach().clone())
-    with pytest.raises(RuntimeStateError, match=r"'inner\.0\.weight' was replaced, but"):
-        module(X)
-    module.inner[0]._parameters["weight"] = held
-    with torch.no_grad():
-        held.mul_(2.0)
-    plain = Tied()
-    plain.load_state_dict(module.full_state_dict())
-    assert module(X).item() == pytest.approx(plain(X).item())
-
-
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("kwargs", [False, True])
 def test_a_deep_copy_gives_no_warning_and_trains_independently(num: int, kwargs: bool) -> None:
