@@ -28,6 +28,7 @@ from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.module_modes import overrides_modes
 from autopar.runtime.module_shell import is_plain
+from autopar.runtime.part_classes import as_container
 
 
 @named("autopar.compile", "docs/planning.md")
@@ -132,6 +133,7 @@ class Deferred(nn.Module):
             self, "_waiting", order
         )  # bypasses nn.Module, so that the plain model is not a child
         self.training, self._mode_is_set = order.request.model.training, False
+        as_container(self, type(order.request.model), lambda deferred: deferred._ready("modules"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""

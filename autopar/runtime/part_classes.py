@@ -57,6 +57,7 @@ class _SequenceMethods:
     """The methods that torch's containers have in common."""
 
     _modules: dict[str, Any]
+    _sliced: type[nn.Module] = nn.ModuleList
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -65,9 +66,20 @@ class _SequenceMethods:
         return iter(self._modules.values())
 
     def __getitem__(self, index: Any) -> Any:
-        return (
-            self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
-        )
+        if isinstance(index, str):
+            return self._modules[index]
+        if not isinstance(index, slice):
+            return list(self._modules.values())[index]
+        made = nn.Module.__new__(self._sliced)
+        nn.Module.__init__(made)
+        for number, (name, module) in enumerate(list(self._modules.items())[index]):
+            key = str(number) if self._sliced is nn.ModuleList else name  # as torch does
+            made._modules[key] = module
+        return made
+
+
+class _SequentialMethods(_SequenceMethods):
+    _sliced = nn.Sequential
 
 
 class _MappingMethods(_SequenceMethods):
@@ -92,7 +104,7 @@ class _MappingMethods(_SequenceMethods):
 
 _CONTAINERS: tuple[tuple[type, type], ...] = (
     (nn.ModuleList, _SequenceMethods),
-    (nn.Sequential, _SequenceMethods),
+    (nn.Sequential, _SequentialMethods),
     (nn.ModuleDict, _MappingMethods),
 )
 
@@ -102,15 +114,13 @@ def part_class(cls: type[nn.Module]) -> type[Part]:
     class, or `Part` if such a subclass cannot be created."""
     if type(cls) not in (type, abc.ABCMeta):
         return Part  # another metaclass may run arbitrary code
-    walked = next((how for container, how in _CONTAINERS if issubclass(cls, container)), None)
     namespace: dict[str, Any] = {
         name: x
         for each in classes_of(cls)
         for name, was in vars(each).items()
         if (x := _replacement_of(name, was)) is not None
     }
-    for each in () if walked is None else reversed(classes_of(walked)):
-        namespace |= {name: x for name, x in vars(each).items() if callable(x)}
+    namespace |= _methods_of_container(cls)
     namespace |= {
         "extra_repr": _describe_class(cls),
         "__module__": Part.__module__,
@@ -124,6 +134,49 @@ def part_class(cls: type[nn.Module]) -> type[Part]:
     except TypeError:  # classes with an incompatible memory layout
         return Part
     return made
+
+
+def _methods_of_container(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods that stand for those of torch's container of which a class is a subclass;
+    none if it is no container."""
+    walked = next((how for container, how in _CONTAINERS if issubclass(cls, container)), object)
+    return {
+        name: x
+        for each in reversed(walked.__mro__[:-1])
+        for name, x in vars(each).items()
+        if callable(x) or name == "_sliced"
+    }
+
+
+def as_container(
+    module: nn.Module, cls: type[nn.Module], whole: Callable[[Any], Any] | None = None
+) -> None:
+    """Let a compiled module be indexed and iterated over if the model is one of torch's containers.
+    Python looks these methods up in the class, so the module gets a subclass of its class.
+
+    Args:
+        module: the compiled module.
+        cls: the class of the model.
+        whole: returns the module that has the modules, by default `module`.
+    """
+    methods = _methods_of_container(cls)
+    if whole is not None:
+        methods = {
+            name: _of_another(whole, name) for name, x in methods.items() if name != "_sliced"
+        }
+    if methods:
+        own = type(module)
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        made = types.new_class(own.__name__, (own,), exec_body=lambda x: x.update(methods | names))
+        object.__setattr__(module, "__class__", made)
+
+
+def _of_another(whole: Callable[[Any], Any], name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        """Call the method of the whole module."""
+        return getattr(whole(self), name)(*args)
+
+    return method
 
 
 def _replacement_of(name: str, was: Any) -> Any:
