@@ -375,6 +375,11 @@ class Part(Standing):
     def __init_subclass__(cls) -> None:
         """Do nothing, since subclass hooks of the model's class have already run for that class."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise _of_another_model("forward of a part of a compiled module cannot be replaced")
+        super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program computes the whole model."""
         remedy = f"call the whole module, or compile this part; or call the part {ON_A_COPY}"

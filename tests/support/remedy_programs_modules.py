@@ -472,6 +472,14 @@ PLAIN: dict[str, Program] = {
         "or load the weights before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
     ),
+    "runtime/guards.py Forwards.check 0": Program(
+        _call_after(lambda plain, module: setattr(plain.body, "forward", lambda x: x)),
+        "set it back",
+        _call_after(
+            lambda plain, module: setattr(plain.body, "forward", lambda x: x),
+            lambda plain, module: delattr(plain.body, "forward"),
+        ),
+    ),
     "runtime/guards.py _changed_error 0": Program(
         _call_after(lambda plain, module: plain.beside.add_(1.0)),
         "let forward read it from a buffer (register_buffer)",
