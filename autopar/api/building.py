@@ -48,6 +48,7 @@ from autopar.constraints import (
 from autopar.constraints.words import in_words
 from autopar.core.layout import Layout
 from autopar.core.mesh import HardwareLike, is_unshaped
+from autopar.core.same_values import text_of
 from autopar.core.terminal import progress_of_long
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
@@ -60,6 +61,13 @@ from autopar.runtime.device_mesh import agree, device_mesh
 from autopar.runtime.guarded_module import Compiled
 from autopar.runtime.guards import Variants
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.module_modes import (
+    FollowedModes,
+    ModeChange,
+    mode_state_of,
+    overrides_modes,
+    set_own_mode,
+)
 from autopar.runtime.optimizers import PlannedState, note_planned
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
@@ -134,11 +142,24 @@ class Structure:
             )
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+        if overrides_modes(self.model):  # the copy has the modes of the compiled module
+            if training != self.model.training:
+                set_own_mode(self.model, training, trained)
+            return self.model
         self.model.train(training)
         if training == self.modes[""]:
             for path, module in self.model.named_modules():
                 module.training = self.modes[path]
         return self.model
+
+    def set_mode(self, training: bool, trained: Mapping[str, bool]) -> ModeChange:
+        """Run the model's own `train` or `eval` on the copy; see `OwnModes.set_mode`.
+
+        Raises:
+            RuntimeStateError: if there is no copy.
+        """
+        model = self.model or self.as_called(training, trained)  # raises the error
+        return set_own_mode(model, training, trained)
 
 
 def variant_options(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
@@ -229,11 +250,7 @@ def told_trained(trained: Mapping[str, bool]) -> str:
 def _shape(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {tuple(leaf.shape)}{' with a gradient' if leaf.requires_grad else ''}"
-    return (
-        repr(leaf)
-        if isinstance(leaf, int | float | complex | str | bytes | None)
-        else type(leaf).__name__
-    )  # the repr of other objects contains an address
+    return text_of(leaf)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,11 +325,20 @@ def parallel_module(
             "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
         )
         further = options if usual else replace(options, outputs=wanted)
+        structure = Structure.of(model)
+        module.modes = _modes_followed(model, structure)
         builder = _VariantBuilder(
-            further, order.request.hardware, order.backend, Structure.of(model), devices
+            further, order.request.hardware, order.backend, structure, devices
         )
         module.variants = Variants(builder)
     return module
+
+
+def _modes_followed(model: nn.Module, structure: Structure) -> FollowedModes:
+    if not overrides_modes(model):
+        return FollowedModes()
+    state = mode_state_of(model if structure.model is None else structure.model)
+    return FollowedModes(structure, state, state)
 
 
 def _note_optimizer(module: nn.Module, plan: Plan) -> None:
@@ -386,6 +412,7 @@ class _VariantBuilder:
             )
             made = parallel_module(order, args, kwargs, module)
         made.train(training)
+        made.modes = FollowedModes(None, module.modes.now, module.modes.now)
         made.only_forward = (
             only_forward
             and made.plan.options["inference"]

@@ -26,7 +26,9 @@ from autopar.plans import Plan
 from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
 from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.module_modes import overrides_modes
 from autopar.runtime.module_shell import is_plain
+from autopar.runtime.part_classes import as_container
 
 
 @named("autopar.compile", "docs/planning.md")
@@ -131,6 +133,7 @@ class Deferred(nn.Module):
             self, "_waiting", order
         )  # bypasses nn.Module, so that the plain model is not a child
         self.training, self._mode_is_set = order.request.model.training, False
+        as_container(self, type(order.request.model), lambda deferred: deferred._ready("modules"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Plan at the first call, then run."""
@@ -139,7 +142,9 @@ class Deferred(nn.Module):
             refuse_transforms()
             if not self._mode_is_set:  # nothing was captured, so the mode does not matter
                 self.training = self._waiting.request.model.training
-            elif self.training != self._waiting.request.model.training:
+            elif self.training != self._waiting.request.model.training or overrides_modes(
+                self._waiting.request.model
+            ):
                 self._waiting.request.model.train(self.training)
             self.module = parallel_module(self._waiting, args, kwargs)
             object.__setattr__(self, "_waiting", None)

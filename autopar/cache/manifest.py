@@ -33,7 +33,7 @@ from autopar.cache.origin import (
 from autopar.cache.walk import CodeName, Opaque, Walk
 from autopar.capture import Trace
 from autopar.capture.side_effects import value_at
-from autopar.capture.trace import KnownBuffer, OutsideValue, Stamp
+from autopar.capture.trace import ArrayStamp, KnownBuffer, OutsideValue, Stamp
 
 _OF_DATACLASSES = "__create_fn__.<locals>."  # prefix of generated methods of dataclasses
 _NAMESPACES = frozenset(("aten", "prims", "prim", "autopar"))
@@ -196,6 +196,8 @@ def _outside(each: OutsideValue, walk: Walk) -> Any:
     Raises:
         Opaque: if the value was not hashed and cannot be recorded.
     """
+    if isinstance(each.value, ArrayStamp):
+        raise Opaque(f"forward reads the {each.name}, which is an array")
     if isinstance(each.value, Stamp):
         if id(each.value.tensor()) in walk.followed.tensors:
             return None

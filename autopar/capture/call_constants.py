@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.core.same_values import is_same
+
 _PLAIN = (
     bool,
     int,
@@ -67,15 +69,17 @@ def _fields_of(value: Any) -> list[Any]:
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Return whether two constants have the same type, which may decide a dtype, and equal values.
-    NaN equals NaN."""
+    """Return whether two constants have the same type, which may decide a dtype, and equal values
+    (`autopar.core.same_values`). Other objects are compared by identity."""
     if type(one) is not type(other):
         return False
     if _is_frozen(one):
         return same_constant(tuple(_fields_of(one)), tuple(_fields_of(other)))
     if type(one) is tuple:
         return len(one) == len(other) and all(map(same_constant, one, other))
-    return bool(one == other or (one != one and other != other))
+    if isinstance(one, _OF_NUMPY):
+        return is_same(one.item(), other.item())
+    return is_same(one, other)
 
 
 def as_traced(value: Any) -> Any:

@@ -14,11 +14,21 @@ from dataclasses import dataclass, replace
 from types import CellType, CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from autopar.capture.diagnostics import is_torchs, user_line
-from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.capture.read_values import array_sources, lines_of_draws, variables_read
+from autopar.capture.trace import (
+    ArrayStamp,
+    Constant,
+    KnownBuffer,
+    ModuleAttribute,
+    OutsideValue,
+    Stamp,
+)
+from autopar.core.same_values import is_same
 
 # --------------------------------------------------------------------------------------------------
 # Values outside the model's modules that forward reads: global and closure variables, and their
@@ -98,6 +108,8 @@ def outside_values(
             and type(value) in (torch.Tensor, torch.nn.Parameter)
         ):
             yield OutsideValue(*found, Stamp.of(value))
+        elif isinstance(value, np.ndarray) and source in tensors:
+            yield OutsideValue(*found, ArrayStamp.of(value))
         elif isinstance(value, PLAIN):
             yield OutsideValue(*found, value)
 
@@ -133,31 +145,7 @@ def is_unchanged(
         value = None if found is None else value_at(found[1], found[2])
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
         return False  # not the source name of a value outside the model
-    return (
-        found is not None
-        and isinstance(value, PLAIN)
-        and type(left) is type(value)
-        and left == value
-    )
-
-
-def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the source lines that use numbers of Python's random generator, ``""`` for an unknown
-    line; empty if forward draws none.
-
-    Args:
-        output: Dynamo's `OutputGraph`.
-        args: placeholder name → Dynamo source of its value.
-    """
-    if not output.random_calls:
-        return ()
-    users = [
-        user
-        for node in output.graph.nodes
-        if "RandomValue" in type(args.get(node.name)).__name__
-        for user in node.users
-    ]
-    return tuple(user_line(user.meta.get("stack_trace") or "") for user in users) or ("",)
+    return found is not None and isinstance(value, PLAIN) and is_same(left, value)
 
 
 def _locate_value(
@@ -310,6 +298,14 @@ def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[
 def _notes(output: Any) -> Notes:
     effects, scope = output.side_effects, output.local_scope
     names = [_name(guard) for guard in output.guards]
+    code = tuple(output.tracing_context.traced_code or ())
+    args = {
+        node.name: node.meta["grapharg"].source
+        for node in output.graph.nodes
+        if node.meta.get("grapharg") is not None
+    }
+    held = {name: _name(source) for name, source in args.items()}
+    arrays = array_sources(held.values())
     asked = {
         f"{_name(guard)}.{guard.create_fn.keywords['attr']}"
         for guard in output.guards
@@ -317,25 +313,20 @@ def _notes(output: Any) -> Notes:
     }
     places = [
         place
-        for place in (_place(name, scope) for name in dict.fromkeys(names))
+        for place in (_place(name, scope) for name in dict.fromkeys((*names, *arrays)))
         if place is not None
     ]
     reader = _WriteReader(scope, output.global_scope, {*names, *asked})
     writes = [w for var in effects._get_modified_vars() for w in reader.writes(var, effects)]
-    args = {
-        node.name: node.meta["grapharg"].source
-        for node in output.graph.nodes
-        if node.meta.get("grapharg") is not None
-    }
-    held = {name: _name(source) for name, source in args.items()}
-    tensors = frozenset(held.values())
+    tensors = frozenset((*held.values(), *arrays))
+    around = outside_values(dict.fromkeys((*names, *arrays)), tensors, scope, output.global_scope)
     return Notes(
         tuple(writes),
         tuple(_constants(places, tensors)),
-        tuple(outside_values(dict.fromkeys(names), tensors, scope, output.global_scope)),
+        (*around, *variables_read(code)),
         output.graph,
         held,
-        tuple(output.tracing_context.traced_code or ()),
+        code,
         lines_of_draws(output, args),
     )
 
@@ -371,6 +362,8 @@ def _constants(places: Iterable[ValuePlace], tensors: frozenset[str]) -> Iterato
             yield ModuleAttribute(place.path, place.name, place.found)
         elif place.source in tensors and type(place.found) in (torch.Tensor, nn.Parameter):
             yield ModuleAttribute(place.path, place.name, Stamp.of(place.found))
+        elif place.source in tensors and isinstance(place.found, np.ndarray):
+            yield ModuleAttribute(place.path, place.name, ArrayStamp.of(place.found))
 
 
 def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:

@@ -20,12 +20,14 @@ gradient, which is sent back. An output that crosses may have a tangent, which i
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.utils.weak import TensorWeakRef
@@ -163,6 +165,25 @@ class Stamp:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayStamp:
+    """The type and a checksum of the contents of a NumPy array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+    @staticmethod
+    def of(array: np.ndarray) -> ArrayStamp:
+        """Return the stamp of an array with its current contents."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return ArrayStamp(array.dtype.str, array.shape, zlib.crc32(data.data))
+
+    def is_of(self, now: object) -> bool:
+        """Return whether `now` is an array with these contents."""
+        return isinstance(now, np.ndarray) and ArrayStamp.of(now) == self
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -175,12 +196,12 @@ class ModuleAttribute:
         path: path of the module, ``""`` for the model itself.
         name: access path from the module: ``beta``, ``config.hidden_size``.
         value: the value during the capture: an int, float, bool, str or None, or the `Stamp` of a
-            tensor that is neither a parameter nor a buffer.
+            tensor that is neither a parameter nor a buffer, or the `ArrayStamp` of an array.
     """
 
     path: str
     name: str
-    value: int | float | bool | str | Stamp | None
+    value: int | float | bool | str | Stamp | ArrayStamp | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +220,7 @@ class OutsideValue:
     name: str
     holder: Any
     steps: tuple[tuple[str, Any], ...]
-    value: int | float | bool | str | Stamp | None
+    value: int | float | bool | str | Stamp | ArrayStamp | None
 
     def __deepcopy__(self, memo: Any) -> OutsideValue:
         return self  # a copy would refer to another holder

@@ -28,6 +28,7 @@ from autopar.capture.calls import check_call
 from autopar.capture.tensor_kinds import unusual_kind
 from autopar.capture.trees import flatten_with_paths, paths_in
 from autopar.core.layout import local_shape
+from autopar.core.same_values import is_plain, text_of
 from autopar.errors import CallError, RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.program.program import Program, ProgramTensor
@@ -271,21 +272,24 @@ class Arguments:
     def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
             given = leaves[position]
-            if isinstance(made_for, Tensor):
-                continue  # compared by `_check_known`, after the check of its shape
-            if not _same_setting(given, made_for):
-                # other objects cannot be compared, so they cannot select another program
-                kind = (
-                    Misfit if isinstance(given, Tensor) or is_constant(given) else RuntimeStateError
+            if isinstance(made_for, Tensor) or same_constant(given, made_for):
+                continue  # tensors are compared by `_check_known`, after the check of their shapes
+            what = f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
+            if isinstance(given, Tensor) or is_constant(given):
+                remedy = (
+                    "pass the value the program was compiled for, or compile the model again"
+                    " for this call"
                 )
-                raise kind(
-                    f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
-                    f" was compiled for {_shown(made_for)}",
-                    remedy=(
-                        "pass the value the program was compiled for, or compile the model again"
-                        " for this call"
-                    ),
-                )
+                raise Misfit(f"{what} was compiled for {_shown(made_for)}", remedy=remedy)
+            # an object whose equality is unknown cannot select another program
+            how = "another object" if type(given) is type(made_for) else _shown(made_for)
+            raise RuntimeStateError(
+                f"{what} was compiled for {how}",
+                remedy=(
+                    "pass the same object in every call; numbers, strings and enum members are"
+                    " compared by value"
+                ),
+            )
 
     def _check_known(self, leaves: Sequence[Any]) -> None:
         """Check the values of inputs that forward reads. On a GPU this synchronizes with the
@@ -407,20 +411,12 @@ def _check_kind(name: str, value: Tensor) -> None:
 def _is_same(given: Any, default: Any) -> bool:
     leaves, spec = pytree.tree_flatten(given)
     wanted, same = pytree.tree_flatten(default)
-    return spec == same and all(map(_same_setting, leaves, wanted))
+    return spec == same and all(map(same_constant, leaves, wanted))
 
 
 def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(
         shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
-    )
-
-
-def _same_setting(given: Any, made_for: Any) -> bool:
-    """Return whether two constants are equal. Other objects only need the same type, since their
-    equality is not reliable."""
-    return type(given) is type(made_for) and (
-        not is_constant(made_for) or same_constant(given, made_for)
     )
 
 
@@ -435,7 +431,8 @@ def _describe_value(value: Any, whole: tuple[int, ...] | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if is_constant(value) else type(value).__name__
+    """Return a text of a value that is equal on all ranks for equal values."""
+    return repr(value) if is_constant(value) and not is_plain(value) else text_of(value)
 
 
 _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"

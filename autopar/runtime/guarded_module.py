@@ -247,17 +247,13 @@ class Compiled(Holder):
             RuntimeStateError: if the autocast state differs, or weights are missing.
         """
         self.check_values()
+        self.check_ties()
         if self._frozen is not None:
             self._frozen.check(self._container)
             self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
         if self._left is not None:
             self._left.check(self)
-        if self._captured_mode is not None and self.training != self._captured_mode:
-            mode = "train" if self._captured_mode else "eval"
-            what = (
-                f"the program was compiled in {mode} mode, and the model computes differently in"
-                " the other mode"
-            )
+        if (what := self._find_other_mode()) is not None:
             raise OtherMode(what, remedy="compile the model once for each mode")
         now = autocast_around(self.device_mesh.device_type)
         if now != self._made_under:
@@ -271,6 +267,19 @@ class Compiled(Holder):
             )
         if name := self._find_unfrozen():
             raise _thawed_error(name, Unfrozen)
+
+    def _find_other_mode(self) -> str | None:
+        """Return why the modes of modules are not those of the program; None if they are."""
+        if self._captured_mode is not None and self.training != self._captured_mode:
+            mode = "train" if self._captured_mode else "eval"
+            return (
+                f"the program was compiled in {mode} mode, and the model computes differently in"
+                " the other mode"
+            )
+        if self.modes.now != self.modes.captured:
+            way = "train" if self.training else "eval"
+            return f"the program was compiled for other modes of submodules than {way}() sets"
+        return None
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
         """Return whether one of the parameters receives a gradient.

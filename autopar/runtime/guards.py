@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.side_effects import follow, steps_of, value_at
-from autopar.capture.trace import KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.capture.trace import ArrayStamp, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.core.same_values import is_same
 from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
+from autopar.runtime.module_modes import FollowedModes
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.rank_comm import rank
 
@@ -51,6 +53,7 @@ class Frozen:
             if original is None
             else original.modules
         )
+        self._forwards: Forwards = Forwards(model) if original is None else original._forwards
         self._outside, self._attributes = (
             list[OutsideValue](),
             list[tuple[ModuleAttribute, Steps]](),
@@ -92,6 +95,7 @@ class Frozen:
         Raises:
             RuntimeStateError: if the user has changed a constant.
         """
+        self._forwards.check()
         for each, steps in self._attributes:
             module = self.modules[each.path]()
             if module is not None:
@@ -108,9 +112,56 @@ class Frozen:
                 raise _changed_error(f"the {variable.name}", now, variable.value)
 
 
+class Forwards:
+    """The `forward` methods of a model's classes and modules. They are part of the program.
+
+    Args:
+        model: the model that was captured. It is not kept alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_classes = {type(module): type(module).forward for module in model.modules()}
+        self._of_modules = tuple(
+            (path, weakref.ref(module), _own_forward(module))
+            for path, module in model.named_modules()
+        )
+
+    def __deepcopy__(self, memo: Any) -> Forwards:
+        return self  # a copy of the compiled module has the same plain model
+
+    def check(self) -> None:
+        """Check that no `forward` was replaced.
+
+        Raises:
+            RuntimeStateError: if a class or a module of the plain model has another `forward`.
+        """
+        kinds = (kind for kind, was in self._of_classes.items() if kind.forward != was)
+        changed = next((f"class {kind.__name__}" for kind in kinds), "")
+        for path, ref, was in () if changed else self._of_modules:
+            module = ref()
+            own = None if module is None else module.__dict__.get("forward")
+            if module is not None and own is not (None if was is None else was()):
+                changed = f"model's {path!r}" if path else "plain model"
+                break
+        if changed:
+            raise RuntimeStateError(
+                f"forward of the {changed} was replaced since the model was captured: the program"
+                " has the previous one",
+                remedy="set it back, or compile the model again",
+            )
+
+
+def _own_forward(module: nn.Module) -> Callable[[], Any] | None:
+    """Return a reference to the `forward` that a module has besides that of its class; None if it
+    has none. A strong reference would keep the model alive."""
+    own = module.__dict__.get("forward")
+    return None if own is None else weakref.ref(own)
+
+
 def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
-    if isinstance(was, Stamp):
-        how = "was written since" if was.tensor() is now else "was replaced since"
+    if isinstance(was, Stamp | ArrayStamp):
+        is_there = isinstance(was, ArrayStamp) or was.tensor() is now
+        how = "was written since" if is_there else "was replaced since"
         what = f"{name} {how} the model was captured: the program has it as a constant"
         return RuntimeStateError(
             what,
@@ -143,9 +194,9 @@ def _outside(each: OutsideValue) -> Any:
 
 
 def _same(now: Any, was: Any) -> bool:
-    if isinstance(was, Stamp):
+    if isinstance(was, Stamp | ArrayStamp):
         return was.is_of(now)
-    return now is was or (type(now) is type(was) and (now == was or now != now))
+    return is_same(now, was)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,6 +289,7 @@ class ProgramVariant(Protocol):
     """A module with its own program."""
 
     training: bool
+    modes: FollowedModes
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Return whether the program was compiled for such a call in that mode."""
@@ -288,7 +340,9 @@ class Variants:
             RuntimeStateError: if `MOST` variants already exist.
         """
         for known in self.known:
-            if known.takes(args, kwargs, training=training):
+            if known.modes.captured == module.modes.now and known.takes(
+                args, kwargs, training=training
+            ):
                 return known
         if len(self.known) >= MOST:
             what = (

@@ -33,6 +33,7 @@ from autopar.runtime.guarded_outputs import refuse_reads
 from autopar.runtime.guards import Misfit, ProgramVariant
 from autopar.runtime.loss_scaling import LossScale
 from autopar.runtime.module_shell import Standing
+from autopar.runtime.part_classes import as_container
 from autopar.runtime.pipeline_runtime import StageExchange
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.scheduled_calls import ScheduledCalls
@@ -185,6 +186,7 @@ class ParallelModule(Compiled):
                 outputs,
             )
         )
+        as_container(self, type(model))
         self._mirror_attributes(model, program.trace.attributes, shared)
 
     @property

@@ -8,10 +8,8 @@ of the same name, `pm.name` is that attribute, and the model's object is availab
 
 from __future__ import annotations
 
-import abc
 import copy
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NoReturn
@@ -34,6 +32,10 @@ from autopar.runtime.methods import (
 )
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # names that every module uses
+UNTIE = (
+    "write into it under torch.no_grad(), which changes all its names: p.copy_(...); or untie the"
+    " tensors of the plain model, and compile it again"
+)
 _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 
 
@@ -44,6 +46,28 @@ class _NoComputing(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         raise NoSuchMethod(f"it computes with tensors ({func}), and each rank holds only shards")
+
+
+class _Kept(dict[str, Any]):
+    """The parameters or buffers of a module. They cannot be removed, since some functions of torch,
+    such as `torch.nn.utils.weight_norm`, remove a parameter before they do what is refused."""
+
+    def __delitem__(self, name: str) -> NoReturn:
+        raise _of_another_model(f"{name!r} cannot be removed")
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Raise RuntimeStateError if there is a tensor of that name."""
+        if name in self:
+            del self[name]
+        return super().pop(name, *default)
+
+    def popitem(self) -> NoReturn:
+        """Raise RuntimeStateError."""
+        raise _of_another_model("parameters and buffers cannot be removed")
+
+    def clear(self) -> NoReturn:
+        """Raise RuntimeStateError."""
+        self.popitem()
 
 
 class Standing(nn.Module):
@@ -57,6 +81,8 @@ class Standing(nn.Module):
         parameters are refused, and so are methods of the model that read names used by `self`.
         """
         own = Part if isinstance(self, Part) else type(self)
+        for kind in ("_parameters", "_buffers"):
+            self.__dict__[kind] = _Kept(self.__dict__[kind])
         of_classes = {
             name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()
         }
@@ -209,6 +235,12 @@ class Standing(nn.Module):
                 f"{name!r} cannot be set: a compiled module takes no parameters that the model"
                 " did not have"
             )
+        if value is not held and (other := self.__dict__.get("_tied", {}).get(name)):
+            what = (
+                f"{name!r} cannot be set: it is the same tensor as {other!r}, and the program"
+                " reads both as one"
+            )
+            raise RuntimeStateError(what, remedy=UNTIE)
         if not isinstance(value, Tensor) or _form(value) != _form(held):
             what = f"{name!r} cannot be set: the program expects {' '.join(map(str, _form(held)))}"
             if isinstance(value, Tensor) and value.shape != held.shape:
@@ -276,6 +308,15 @@ class Standing(nn.Module):
         """Add a parameter under any name; see `hold_module`."""
         self._parameters[name] = parameter
 
+    def note_tie(self, name: str, other: str) -> None:
+        """Record that a parameter or buffer has another name, so that it cannot be replaced.
+
+        Args:
+            name: the name in this module.
+            other: the other name in the model.
+        """
+        self.__dict__.setdefault("_tied", {})[name] = other
+
     def hold_buffer(self, name: str, buffer: Tensor, *, persistent: bool) -> None:
         """Add a buffer under any name; see `hold_module`.
 
@@ -335,6 +376,11 @@ class Part(Standing):
 
     def __init_subclass__(cls) -> None:
         """Do nothing, since subclass hooks of the model's class have already run for that class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise _of_another_model("forward of a part of a compiled module cannot be replaced")
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program computes the whole model."""
@@ -439,161 +485,3 @@ def is_plain(value: Any, depth: int = 3) -> bool:
     )
     inner = (*inner, *getattr(value, "__dict__", {}).values())
     return all(is_plain(each, depth - 1) for each in inner if each is not value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Each class of module gets a subclass of `Part` and of that class, so that
-# ``isinstance(part, nn.Linear)`` has the same result as for the plain module.
-#
-# Code that depends on classes, such as `apply` and parameter groups by kind of layer, works with
-# such parts. Of the code of the class, only properties run; they read the tensors of the part. The
-# methods are hidden, the attributes are those of the plain module, and torch's containers can be
-# iterated over.
-
-_OF_EVERY_CLASS = frozenset(
-    (
-        "__module__",
-        "__dict__",
-        "__doc__",
-        "__weakref__",
-        "__qualname__",
-        "__annotations__",
-        "__annotate__",
-        "__annotate_func__",
-        "__annotations_cache__",
-        "__init__",
-        "__slots__",
-        "__static_attributes__",
-        "__firstlineno__",
-        "__parameters__",
-        "__orig_bases__",
-        "__abstractmethods__",
-        "__classcell__",
-    )
-)
-
-
-class _Hidden:
-    """A descriptor that hides an attribute of a class, so that `Part.__getattr__` is called."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(self._name)
-
-
-class _SequenceMethods:
-    """The methods that torch's containers have in common."""
-
-    _modules: dict[str, Any]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
-
-    def __getitem__(self, index: Any) -> Any:
-        return (
-            self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
-        )
-
-
-class _MappingMethods(_SequenceMethods):
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._modules
-
-    def keys(self) -> Any:
-        """Return the names of the modules."""
-        return self._modules.keys()
-
-    def items(self) -> Any:
-        """Return the names and modules."""
-        return self._modules.items()
-
-    def values(self) -> Any:
-        """Return the modules."""
-        return self._modules.values()
-
-
-_CONTAINERS: tuple[tuple[type, type], ...] = (
-    (nn.ModuleList, _SequenceMethods),
-    (nn.Sequential, _SequenceMethods),
-    (nn.ModuleDict, _MappingMethods),
-)
-
-
-def part_class(cls: type[nn.Module]) -> type[Part]:
-    """Return the class of the parts for modules of a class. It is a subclass of `Part` and of that
-    class, or `Part` if such a subclass cannot be created."""
-    if type(cls) not in (type, abc.ABCMeta):
-        return Part  # another metaclass may run arbitrary code
-    walked = next((how for container, how in _CONTAINERS if issubclass(cls, container)), None)
-    namespace: dict[str, Any] = {
-        name: x
-        for each in classes_of(cls)
-        for name, was in vars(each).items()
-        if (x := _replacement_of(name, was)) is not None
-    }
-    for each in () if walked is None else reversed(classes_of(walked)):
-        namespace |= {name: x for name, x in vars(each).items() if callable(x)}
-    namespace |= {
-        "extra_repr": _describe_class(cls),
-        "__module__": Part.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": Part.__doc__,
-    }
-    try:
-        made = types.new_class(
-            cls.__name__, (Part, cls), exec_body=lambda body: body.update(namespace)
-        )
-    except TypeError:  # classes with an incompatible memory layout
-        return Part
-    return made
-
-
-def _replacement_of(name: str, was: Any) -> Any:
-    """Return the replacement of a class's attribute in the class of a part; None if no replacement
-    is needed."""
-    if (
-        name in _OF_EVERY_CLASS
-        or name.startswith("_abc")
-        or any(name in vars(each) for each in classes_of(Part))
-    ):
-        return None
-    for base in (nn.Module, object):
-        if hasattr(base, name):
-            return inspect.getattr_static(base, name)
-    if name.startswith("__") and name.endswith("__"):
-        return _refuse_operator(name) if callable(was) else None
-    return _Hidden(name)
-
-
-def _refuse_operator(name: str) -> Callable[..., Any]:
-    """Return a method that refuses an operator. Operators cannot be hidden, since Python looks them
-    up in the class only."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeStateError."""
-        what = (
-            f"a part of a compiled module does not have {name}, which its class defines: parts"
-            " cannot be called alone"
-        )
-        raise RuntimeStateError(what, remedy="use the operator of the plain model's module")
-
-    return refuse
-
-
-def _describe_class(cls: type[nn.Module]) -> Callable[[Any], str]:
-    def extra_repr(self: Any) -> str:
-        """Return the description of the class; empty if it needs attributes that are missing."""
-        try:
-            return cls.extra_repr(self)
-        except (RuntimeStateError, AttributeError, TypeError, LookupError):
-            return ""
-
-    return extra_repr

@@ -20,9 +20,11 @@ from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
 from autopar.runtime.full_state import extra_states, is_same, whole_values
 from autopar.runtime.guards import Unset, Variants
-from autopar.runtime.module_shell import Part, Standing, part_class
+from autopar.runtime.module_modes import FollowedModes
+from autopar.runtime.module_shell import UNTIE, Part, Standing
 from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
+from autopar.runtime.part_classes import part_class
 from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
 from autopar.runtime.rank_consistency import check_random_state, share_weights
 from autopar.runtime.state_dict_hooks import StateDictHooks
@@ -163,6 +165,7 @@ class Holder(Drawing):
     ) -> None:
         super().__init__()
         self.variants: Variants | None = None
+        self.modes = FollowedModes()
         self.device_mesh, self._world = devices, world or devices
         self._num_axes = len(devices.shape)
         self._storages = {t.name: Storage.of(t, devices) for t in tensors}
@@ -174,6 +177,7 @@ class Holder(Drawing):
         self._register(
             model, {name: t for t in tensors for name in (t.name, *t.aliases)}, elsewhere, shared
         )
+        self._ties = self._note_ties()
         self._of_other_stages = frozenset(elsewhere)
         for module in self.modules():
             module.__dict__["_lacks_some"] = bool(elsewhere)
@@ -203,9 +207,21 @@ class Holder(Drawing):
         self.hold_buffer(random.STATE, state, persistent=False)
 
     def train(self, mode: bool = True) -> Holder:
-        """Set the mode of the whole module, and return it."""
-        for module in self.modules():
-            module.training = mode
+        """Set the mode of the whole module, and return it. If the model overrides `train` or
+        `eval`, every submodule gets the mode that the override gives it, and parameters that it
+        freezes are frozen."""
+        if self.modes.own is None:
+            for module in self.modules():
+                module.training = mode
+            return self
+        trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        made = self.modes.own.set_mode(mode, trained)
+        for path, training in made.modes.items():
+            self._container(path).training = training
+        for name, parameter in self.named_parameters():
+            if made.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+                parameter.requires_grad_(made.trained[name])
+        self.modes.now = made.state
         return self
 
     def check_values(self) -> None:
@@ -262,6 +278,34 @@ class Holder(Drawing):
                 self._container(path).hold_buffer(
                     name, stored, persistent=name not in module._non_persistent_buffers_set
                 )
+
+    def _note_ties(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of two names of one tensor, and record them in the modules."""
+        first: dict[int, str] = {}
+        pairs = tuple(
+            (name, known)
+            for name in self._names
+            if (known := first.setdefault(id(self.stored(name)), name)) != name
+        )
+        for pair in pairs:
+            for name, other in (pair, pair[::-1]):
+                path, _, leaf = name.rpartition(".")
+                self._container(path).note_tie(leaf, other)
+        return pairs
+
+    def check_ties(self) -> None:
+        """Check that all names of a tensor still refer to one tensor.
+
+        Raises:
+            RuntimeStateError: if a tensor was replaced under one of its names.
+        """
+        for name, other in self._ties:
+            if self.stored(name) is not self.stored(other):
+                what = (
+                    f"{name!r} was replaced, but {other!r} was not: they were the same tensor when"
+                    " the model was compiled, and the program reads both as one"
+                )
+                raise RuntimeStateError(what, remedy=UNTIE)
 
     def _names_on_meta(self, model: nn.Module) -> list[str]:
         """Return the names of held tensors that are on the meta device in the model. Persistent

@@ -81,6 +81,29 @@ class Counting(nn.Module):
         return x.square().mean()
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)).square().mean()
+
+
+class Given(nn.Module):
+    """A model with an argument that is an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: torch.Generator) -> Tensor:
+        return self.layer(x).square().mean()
+
+
 Work = Callable[[Any, Any], object]
 
 
@@ -195,6 +218,18 @@ def _larger(plain: Any) -> object:
     return compiled(plain)(X)
 
 
+def _copied(module: Any) -> nn.Parameter:
+    return nn.Parameter(module.last.weight.detach().clone())
+
+
+def _untied() -> object:
+    plain = Tied()
+    plain.last.weight = nn.Parameter(plain.first.weight.detach().clone())
+    module = compiled(plain)
+    module.last.weight = _copied(module)
+    return module(X)
+
+
 def _double(plain: Any) -> object:
     double = copy.deepcopy(plain).double()
     double.beside = double.beside.double()
@@ -254,16 +289,33 @@ STANDING: dict[str, Program] = {
         ),
     ),
     "runtime/module_shell.py Standing._check_held 0": Program(
+        _pair(lambda plain, module: setattr(module.last, "weight", _copied(module)), Tied),
+        "write into it under torch.no_grad()",
+        _pair(lambda plain, module: (_written(module.last.weight), module(X)), Tied),
+    ),
+    "runtime/parameter_module.py Holder.check_ties 0": Program(
+        _call_after(
+            lambda plain, module: module.last._parameters.update(weight=_copied(module)), kind=Tied
+        ),
+        "or untie the tensors of the plain model, and compile it again",
+        _untied,
+    ),
+    "runtime/call_arguments.py Arguments._check_settings 1": Program(
+        lambda: compiled(Given(), X, torch.Generator())(X, torch.Generator()),
+        "pass the same object in every call",
+        lambda: (given := torch.Generator()) and compiled(Given(), X, given)(X, given),
+    ),
+    "runtime/module_shell.py Standing._check_held 1": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
         "and compile that",
         _with_copy(_larger),
     ),
-    "runtime/module_shell.py Standing._check_held 1": Program(
+    "runtime/module_shell.py Standing._check_held 2": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "write into 'weight' under torch.no_grad(): p.copy_(...)",
         _call_after(lambda plain, module: _written(module.body.weight)),
     ),
-    "runtime/module_shell.py Standing._check_held 1 | whole": Program(
+    "runtime/module_shell.py Standing._check_held 2 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "pass full tensors to pm.load_state_dict",
         _call_after(
@@ -327,7 +379,7 @@ STANDING: dict[str, Program] = {
         "on a plain copy",
         _with_copy(lambda plain: plain.body.helped()),
     ),
-    "runtime/module_shell.py _refuse_operator.refuse 0": Program(
+    "runtime/part_classes.py _refuse_operator.refuse 0": Program(
         _pair(lambda plain, module: len(module.body)),
         "use the operator of the plain model's module",
         _pair(lambda plain, module: len(plain.body)),
@@ -419,6 +471,14 @@ PLAIN: dict[str, Program] = {
         _call_after(lambda plain, module: _written(plain.body.weight)),
         "or load the weights before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
+    ),
+    "runtime/guards.py Forwards.check 0": Program(
+        _call_after(lambda plain, module: setattr(plain.body, "forward", lambda x: x)),
+        "set it back",
+        _call_after(
+            lambda plain, module: setattr(plain.body, "forward", lambda x: x),
+            lambda plain, module: delattr(plain.body, "forward"),
+        ),
     ),
     "runtime/guards.py _changed_error 0": Program(
         _call_after(lambda plain, module: plain.beside.add_(1.0)),

@@ -180,6 +180,8 @@ def _plain(value: Any) -> Any:
             [cell.cell_contents for cell in value.__closure__ or ()],
         ]
         return value.__module__, value.__qualname__, value.__code__, _plain(contents)
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # 0.0 equals -0.0
     if isinstance(value, _ATOMS):
         return type(value), value
     if isinstance(value, (tuple, list)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 FACTOR = 1.0
 TABLE: dict[str, Any] = {"weight": 1.0, "unread": 1.0}
 BIAS = torch.zeros(4)
+ARRAY = np.ones(4, np.float32)
 UNREAD = 1.0
 
 
@@ -133,6 +136,68 @@ def test_a_changed_constant_is_refused_wherever_it_is_stored(
     monkeypatch.undo()
     if "global" in what:
         module(X)
+
+
+class Read(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.array = nn.Linear(4, 4), np.ones(4, np.float32)
+        self.held = {"arrays": [np.ones(4, np.float32)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) * torch.from_numpy(self.array) * torch.from_numpy(ARRAY)
+        hidden = hidden * torch.from_numpy(self.held["arrays"][0])
+        factor = 2.0 if os.environ.get("FACTOR_OF_TESTS") else 1.0
+        return hidden.square().mean() * factor
+
+
+def _fill(array: Any) -> None:
+    array[0] = 5.0
+
+
+READS: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
+    "array": (lambda m, _: _fill(m.array), "the model's array was written since"),
+    "item": (lambda m, _: _fill(m.held["arrays"][0]), "the model's held.* was written since"),
+    "global": (
+        lambda _, patch: patch.setitem(globals(), "ARRAY", np.zeros(4, np.float32)),
+        "ARRAY",
+    ),
+    "environment": (
+        lambda _, patch: patch.setenv("FACTOR_OF_TESTS", "1"),
+        "environment variable FACTOR_OF_TESTS is '1', but was None",
+    ),
+    "forward": (
+        lambda m, _: setattr(m.layer, "forward", lambda x: x),
+        "forward of the model's 'layer' was replaced since",
+    ),
+    "class": (
+        lambda _, patch: patch.setattr(Read, "forward", lambda self, x: self.layer(x).sum()),
+        "forward of the class Read was replaced since",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_changed_arrays_variables_of_the_environment_and_methods_are_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Read()
+    module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
+    before = model(X).item()
+    assert module(X).item() == pytest.approx(before)
+    monkeypatch.setenv("UNREAD_BY_TESTS", "1")
+    module(X)
+    change, says = READS[what]
+    change(model, monkeypatch)
+    assert model(X).item() != pytest.approx(before)
+    with pytest.raises(RuntimeStateError, match=says):
+        module(X)
+    with pytest.raises(RuntimeStateError, match="forward of a part"):
+        module.layer.forward = None
+    monkeypatch.undo()
+    if what in ("global", "environment", "class"):
+        assert module(X).item() == pytest.approx(before)
 
 
 def test_values_that_forward_does_not_read_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
