@@ -76,8 +76,8 @@ _REMEDIES = {
     "Data dependent operator": (
         "the op reads the values of its operands, as torch.cov does with weights: compute the"
         " result with ops that do not. For the covariance of the rows of `x` with fweights `w`:"
-        " `w = w.to(x)`, `n = w.sum()`, `c = x - (x * w).sum(1, keepdim=True) / n`, `(c * w) @ c.T / (n"
-        " - 1)`"
+        " `w = w.to(x)`, `n = w.sum()`, `c = x - (x * w).sum(1, keepdim=True) / n`,"
+        " `(c * w) @ c.T / (n - 1)`"
     ),
     "item()": _READS,
     "Tensor.tolist()": _READS,
