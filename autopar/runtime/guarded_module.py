@@ -92,7 +92,6 @@ class Compiled(Holder):
             RankError: on all ranks, if ranks make different calls.
         """
         refuse_tracing(args)
-        refuse_transforms()  # also before ranks are compared, which runs ops on parameters
         if self._is_variant:  # the main module has announced the call
             return self._run_call(args, kwargs)
         with announced(
@@ -244,8 +243,10 @@ class Compiled(Holder):
 
         Raises:
             Misfit: if the mode differs, or a parameter that was frozen trains now.
-            RuntimeStateError: if the autocast state differs, or weights are missing.
+            RuntimeStateError: if the autocast state differs, a transform of torch.func is active,
+                or weights are missing.
         """
+        refuse_transforms()
         self.check_values()
         self.check_ties()
         if self._frozen is not None:

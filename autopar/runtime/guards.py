@@ -8,6 +8,7 @@ value. A tensor must remain the same object and must not change, since its value
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import weakref
@@ -120,7 +121,11 @@ class Forwards:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_classes = {type(module): type(module).forward for module in model.modules()}
+        # torch's parametrizations create a class whose properties refer to the module
+        self._of_classes = tuple(
+            (weakref.ref(kind), _reference(_forward_of(kind)))
+            for kind in dict.fromkeys(map(type, model.modules()))
+        )
         self._of_modules = tuple(
             (path, weakref.ref(module), _own_forward(module))
             for path, module in model.named_modules()
@@ -135,8 +140,15 @@ class Forwards:
         Raises:
             RuntimeStateError: if a class or a module of the plain model has another `forward`.
         """
-        kinds = (kind for kind, was in self._of_classes.items() if kind.forward != was)
-        changed = next((f"class {kind.__name__}" for kind in kinds), "")
+        kinds = ((ref(), was) for ref, was in self._of_classes)
+        changed = next(
+            (
+                f"class {kind.__name__}"
+                for kind, was in kinds
+                if kind is not None and _forward_of(kind) is not was()
+            ),
+            "",
+        )
         for path, ref, was in () if changed else self._of_modules:
             module = ref()
             own = None if module is None else module.__dict__.get("forward")
@@ -153,9 +165,21 @@ class Forwards:
 
 def _own_forward(module: nn.Module) -> Callable[[], Any] | None:
     """Return a reference to the `forward` that a module has besides that of its class; None if it
-    has none. A strong reference would keep the model alive."""
+    has none."""
     own = module.__dict__.get("forward")
-    return None if own is None else weakref.ref(own)
+    return None if own is None else _reference(own)
+
+
+def _forward_of(kind: type[nn.Module]) -> Any:
+    return inspect.getattr_static(kind, "forward", None)
+
+
+def _reference(function: Any) -> Callable[[], Any]:
+    """Return a reference to a function that does not keep the model in its closure alive."""
+    try:
+        return weakref.ref(function)
+    except TypeError:  # an object of C code, which refers to no model
+        return lambda: function
 
 
 def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:

@@ -18,6 +18,7 @@ from autopar.core.layout import Layout
 from autopar.core.placements import splits
 from autopar.errors import RuntimeStateError
 from autopar.program.program import ProgramTensor
+from autopar.runtime.backward import refuse_transforms
 from autopar.runtime.rank_comm import of_all_alike
 
 log = logging.getLogger("autopar")
@@ -198,6 +199,7 @@ class CopiedWeights:
         is_turn = self._num_calls > 1 and self._num_calls & (self._num_calls - 1) == 0
         if not is_turn or dist.get_world_size() == 1:
             return
+        refuse_transforms()  # before it runs ops on parameters
         here = tuple(devices.get_coordinate() or ())
         norms = {
             tensor.name: (_part_of(tensor.layout, here), _norm(local)) for tensor, local in held

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.runtime.rank_consistency import CopiedWeights
+from autopar.runtime import rank_consistency
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
@@ -73,9 +74,11 @@ def test_transforms_are_refused_before_ranks_compare_their_parameters(
     _, module = pair()
     module(X)
     # Several ranks read their parameters in calls 2, 4, 8, which a transform does not support.
-    monkeypatch.setattr(CopiedWeights, "check", lambda _self, held, _devices: list(held))
-    with pytest.raises(RuntimeStateError, match=r"under a transform of torch\.func"):
-        TRANSFORMS[name](module)
+    with monkeypatch.context() as patch:
+        two_ranks = SimpleNamespace(get_world_size=lambda: 2)
+        patch.setattr(rank_consistency, "dist", two_ranks)
+        with pytest.raises(RuntimeStateError, match=r"under a transform of torch\.func"):
+            TRANSFORMS[name](module)
     module(X)
 
 
