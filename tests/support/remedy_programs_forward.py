@@ -4,6 +4,8 @@ attention."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -117,17 +119,37 @@ def _prints(self: Any, x: Tensor) -> Tensor:
 _TABLE = torch.ones(200, 200)
 
 PROGRAMS: dict[str, Program] = {
-    "capture/diagnostics.py _argument 0": Program(
+    "capture/dynamo/call_objects.py refuse_other_objects 0": Program(
         _capture_with(lambda layer, x, given: layer(x * torch.as_tensor(given)), numpy.ones(4)),
         "`torch.as_tensor(array)`",
         _capture_with(
             lambda layer, x, given: layer((x * given).float()), torch.as_tensor(numpy.ones(4))
         ),
     ),
-    "capture/diagnostics.py _argument 0 | function": Program(
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | function": Program(
         _capture_with(lambda layer, x, given: layer(given(x)), torch.relu),
-        "store other objects as attributes of the model",
+        "store the object as an attribute of the model in __init__",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | numpy": Program(
+        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.float32(2.0)),
+        "pass it as a Python number: `x.item()`",
+        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.float32(2.0).item()),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | number": Program(
+        _capture_with(lambda layer, x, given: layer(x * float(given)), Fraction(1, 2)),
+        "pass it as a Python number, such as `float(x)`",
+        _capture_with(lambda layer, x, given: layer(x * float(given)), float(Fraction(1, 2))),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | path": Program(
+        _capture_with(lambda layer, x, given: layer(x), Path("weights")),
+        "pass it as a string: `str(path)`",
+        _capture_with(lambda layer, x, given: layer(x), str(Path("weights"))),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | set": Program(
+        _capture_with(lambda layer, x, given: layer(x) * len(given), {1, 2}),
+        "pass a tuple or a list of its elements: `tuple(x)`",
+        _capture_with(lambda layer, x, given: layer(x) * len(given), tuple({1, 2})),
     ),
     "capture/diagnostics.py _of_result 0": Program(
         _capture_with(lambda layer, x, given: given, [torch.ones(3)]),
