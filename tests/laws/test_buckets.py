@@ -555,6 +555,7 @@ def test_a_member_of_two_buckets_is_refused(place: int) -> None:
         apply_buckets(program, plan)
 
 
+@pytest.mark.slow
 def test_a_bucket_over_several_axes_or_of_awaited_tensors_is_refused() -> None:
     model, batch = zoo_small.llama()
     trace = capture(model, (), batch)

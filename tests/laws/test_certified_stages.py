@@ -71,6 +71,7 @@ def test_a_plan_with_stages_is_certified(made: Made) -> None:
     assert Plan.loads(made.plan.dumps()) == made.plan
 
 
+@pytest.mark.slow
 def test_units_are_searched_if_multipliers_do_not_prove_the_requested_gap(
     made: Made,
 ) -> None:

@@ -76,6 +76,7 @@ def test_autopar_is_never_wrong_in_a_disagreement(found: list[Row]) -> None:
     assert [row for row in found if row["verdict"] == "autopar is wrong"] == []
 
 
+@pytest.mark.slow
 def test_most_options_are_common_to_both_rule_sets(mesh: DeviceMesh, found: list[Row]) -> None:
     """This ensures that the comparison is meaningful: torch accepts most options of autopar."""
     assert len({call.target for call, _ in cases()}) >= 150 and len(found) <= 160

@@ -148,6 +148,7 @@ def test_plans_from_potentials_are_legal_and_deterministic(name: str) -> None:
     assert evaluate(p, plans[0]).objective_s >= relaxation_s(p) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_huge_problem_dominated_by_launches_is_solved_without_a_relaxation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -345,6 +345,7 @@ def test_experts_with_biases_are_not_replaced() -> None:
         )
 
 
+@pytest.mark.slow
 def test_samples_of_expert_models_are_independent_for_microbatches() -> None:
     made, model, batch = planned(Mesh({"stage": 2}), pipeline("stage", microbatches=2))
     assert not any("promise" in line for line in made.plan.proof.covers)

@@ -140,6 +140,7 @@ def test_megatron_on_gpt2_emits_exactly_the_collectives_of_a_handwritten_version
     }
 
 
+@pytest.mark.slow
 def test_fsdp_times_tensor_on_llama_gathers_weights_over_data_and_scatters_their_gradients() -> (
     None
 ):

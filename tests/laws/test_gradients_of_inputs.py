@@ -239,6 +239,7 @@ def test_if_only_microbatches_would_fit_the_error_says_so() -> None:
             ).gradients.keys() == wanted("llama")
 
 
+@pytest.mark.slow
 def test_a_plan_without_input_gradients_is_refused_for_a_call_that_needs_them() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}

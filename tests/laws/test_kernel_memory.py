@@ -346,6 +346,7 @@ def with_memory(plan: Plan, **changes: int) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_that_claims_other_buffers_is_refused() -> None:
     plan, trace = planned("llama"), built("narrow")[2]
     held = plan.prediction.memory_bytes[KERNELS_BUFFERS]

@@ -71,6 +71,7 @@ def test_the_kernels_of_a_microbatch_count_once_per_microbatch() -> None:
     assert without == pytest.approx(plan.prediction.step_s + NUM * saved_s)
 
 
+@pytest.mark.slow
 def test_kernels_shorten_the_step_of_microbatches_and_the_plan_lists_them() -> None:
     model, batch = built()
     plain = replace(SLOW, kernels={}, hash="without")

@@ -415,6 +415,7 @@ def test_the_savings_of_kernels_are_the_difference_for_the_same_choices() -> Non
         assert e.objective_s == pytest.approx(e.compute_s + e.communication_s - e.saved_s)
 
 
+@pytest.mark.slow
 @examples(120)
 @given(
     seed=st.sampled_from(SEEDS),

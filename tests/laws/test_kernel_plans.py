@@ -258,6 +258,7 @@ def test_small_products_are_not_split_if_launches_cost_more_than_overlap_saves()
     assert not kernels(make_plan(built("narrow")[2], LINE, sluggish, PlanOptions()).plan)
 
 
+@pytest.mark.slow
 def test_a_profile_without_kernel_figures_gives_no_kernels_and_plans_say_so() -> None:
     h100 = HardwareProfile.load("h100-sxm")
     assert not h100.kernels, "none was measured"

@@ -186,6 +186,7 @@ def test_a_grouped_plan_is_certified_only_with_its_groups() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_grouped_plan_round_trips() -> None:
     plan = grouped().plan
     assert Plan.loads(plan.dumps()) == plan

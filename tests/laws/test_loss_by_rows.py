@@ -101,6 +101,7 @@ def test_a_loss_by_rows_has_the_predicted_peak_and_matches_the_gradients(
         torch.testing.assert_close(p.grad.full_tensor(), theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_by_rows_without_gradients_computes_none(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:

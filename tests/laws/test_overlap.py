@@ -187,6 +187,7 @@ def shown(node: fx.Node) -> str:
     return "prefetchable" if is_there(node) else "deferrable" if is_last(node) else "critical"
 
 
+@pytest.mark.slow
 def test_without_overlap_or_memory_for_it_the_program_is_unchanged() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 0)

@@ -115,6 +115,7 @@ def llama() -> tuple[Planned, torch.nn.Module, dict[str, Any]]:
     return planned("llama", MESH, pipeline("stage", microbatches=4), *EXPERT)
 
 
+@pytest.mark.slow
 def test_a_pipeline_plan_round_trips(llama: tuple[Planned, Any, Any]) -> None:
     plan = llama[0].plan
     assert Plan.loads(plan.dumps()) == plan
@@ -231,6 +232,7 @@ class Sorted(nn.Module):
         return self.down(hidden).square().mean()
 
 
+@pytest.mark.slow
 def test_a_needed_promise_of_independent_samples_is_recorded_in_the_plan() -> None:
     model, batch = Sorted(), (torch.randn(8, 8),)
     with pytest.raises(CoupledError, match="/sort/forward/0"):
@@ -250,6 +252,7 @@ def test_a_needed_promise_of_independent_samples_is_recorded_in_the_plan() -> No
     assert not any("promise" in line for line in plain.plan.proof.covers)
 
 
+@pytest.mark.slow
 def test_a_forced_layout_applies_in_the_stage_of_the_op() -> None:
     mesh = autopar.Mesh({"stage": 2, "tensor": 2})
     force = layout("model.layers.*.mlp.up_proj", weight="S(0)")

@@ -306,6 +306,7 @@ def test_with_one_sample_norms_are_sharded_over_the_sequence_and_attention_over_
 # Overlap of communication and compute
 
 
+@pytest.mark.slow
 def test_with_overlap_more_is_communicated_and_the_step_is_shorter() -> None:
     """With one sample, weights are gathered instead of activations, which ops wait for."""
     trace, mesh = llama(1, 4096, 2, 1024, 4096, 16), Mesh(4)

@@ -737,6 +737,7 @@ def test_a_search_finds_and_proves_the_same_from_any_start(
     assert outlasted, "some memory binds, so that excess came in with its row"
 
 
+@pytest.mark.slow
 def test_a_balance_found_by_sifting_proves_the_bound_of_all_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

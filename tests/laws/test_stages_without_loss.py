@@ -180,6 +180,7 @@ def test_the_value_of_faster_links_between_stages_is_that_of_planning_again() ->
     assert wider.step_s >= plan.pipeline.handed_s  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_changed_plans_of_stages_without_a_loss_are_refused() -> None:
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=2),)).plan
     pipeline = plan.pipeline

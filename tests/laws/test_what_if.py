@@ -285,6 +285,7 @@ def test_parameters_gathered_by_zero_are_stored_as_used_if_the_axis_is_missing()
     assert step_s < plan.prediction.step_s and peak_bytes > plan.prediction.peak_bytes
 
 
+@pytest.mark.slow
 def test_impossible_questions_about_another_mesh_are_refused() -> None:
     plan, model, batch = built("stages")
     for mesh, size in ({"stage": 4, "data": 2}, 4), ({"data": 2}, 1):

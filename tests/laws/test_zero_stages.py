@@ -107,6 +107,7 @@ def test_over_two_axes_each_gradient_is_accumulated_once(stage: int) -> None:
     assert autopar.verify(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_data_parallelism_reduces_once_per_step_without_overlap() -> None:
     made, model, batch = planned(
         "llama", LINE, megatron(dp=2, microbatches=MICROBATCHES), hardware=ALONE

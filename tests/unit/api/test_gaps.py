@@ -14,6 +14,7 @@ HOW: dict[str, Any] = {"hardware": "h100-sxm"}
 MESH = {"stage": 2, "data": 2}
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_a_wider_gap_than_requested_warns_and_names_the_gap_that_accepts_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -126,6 +126,7 @@ def test_backward_refuses_a_saved_output_that_was_changed_in_place() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_module_compiled_with_a_loss_can_be_evaluated_without_labels() -> None:
     plain, batch = zoo_small.bert()
     module: Any = autopar.compile(copy.deepcopy(plain), example_inputs=batch, hardware="cpu-gloo")

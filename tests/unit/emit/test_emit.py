@@ -162,6 +162,7 @@ def test_plan_that_drops_a_layout_read_in_backward_is_refused(
         emit_stage(trace, replace(result.plan, kept=()))
 
 
+@pytest.mark.slow
 def test_only_gradients_of_16_bit_parameters_are_reduced_in_fp32() -> None:
     model, batch = zoo_small.llama(dtype=torch.bfloat16)
     options = PlanOptions(constraints=expert.llama(fsdp=True))

@@ -107,6 +107,7 @@ def test_run_resumes_from_a_checkpoint_within_an_epoch(
     assert len(lines[0]) == 4 and same(*lines, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_of_the_plain_model_are_on_the_meta_device(
     runs: dict[str, Any],
 ) -> None:
