@@ -495,11 +495,11 @@ class Chooser(Staging):
         rows = self.options.loss_rows if self.options.loss_rows != "auto" else 0
         here = replace(self, rows=[rows, *self.row_choices(None)][-1])
         find = cache(lambda num: here._in_microbatches(num, limit_s))
-        smallest, *others = self.parts() if free and self.parts() else (0,)
+        numbers = self.parts() if free else ()
         try:
-            found = find(smallest) if smallest else None
-            if found is None and any(map(find, self._fitting_best(others))):
-                found = next(filter(None, map(find, others)), None)
+            found = find(numbers[0]) if numbers else None
+            if found is None and any(map(find, self._fitting_best(numbers[1:]))):
+                found = next(filter(None, map(find, numbers[1:])), None)
         except ConstraintError as error:
             log.info("the batch is not split into microbatches: %s", error.what)
             raise refusal from None

@@ -16,7 +16,6 @@ Other objects may change after the capture, or cannot be compared. They are refu
 from __future__ import annotations
 
 from dataclasses import fields
-from enum import Enum
 from typing import Any
 
 import numpy
@@ -24,23 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.core.same_values import is_same
+from autopar.core.same_values import is_plain, is_same
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    Enum,
-)
 _OF_NUMPY = (numpy.float64, numpy.int64, numpy.complex128)
 _OF_GRAPHS = (Tensor, bool, int, float, str, type(None))  # AOTAutograd accepts these leaves
 _MISSING = object()  # the value of a field that was deleted
@@ -48,7 +32,9 @@ _MISSING = object()  # the value of a field that was deleted
 
 def is_constant(value: Any) -> bool:
     """Return whether a leaf of a call is a constant."""
-    if isinstance(value, (*_PLAIN, *_OF_NUMPY)):
+    if isinstance(value, torch.Size):  # a structure of leaves
+        return False
+    if is_plain(value) or isinstance(value, _OF_NUMPY):
         return True
     return _is_frozen(value) and all(map(_is_constant_field, _fields_of(value)))
 

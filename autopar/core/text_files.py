@@ -84,7 +84,9 @@ def _open_for_writing(path: str, flags: int) -> int:
 
 
 @contextmanager
-def writing(path: AnyPath, what: str, error: type[AutoparError] = AutoparError) -> Iterator[None]:
+def convert_write_errors(
+    path: AnyPath, what: str, error: type[AutoparError] = AutoparError
+) -> Iterator[None]:
     """A context in which a file is written. It converts errors of its path.
 
     Args:
@@ -111,13 +113,16 @@ def write_file(
     Args:
         path: the file. It is replaced if it exists.
         content: bytes, or a text that is written in UTF-8.
-        what, error: see `writing`.
+        what, error: see `convert_write_errors`.
 
     Raises:
         AutoparError: of class `error`, if the file cannot be written.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with writing(path, what, error), open(path, "wb", opener=_open_for_writing) as file:
+    with (
+        convert_write_errors(path, what, error),
+        open(path, "wb", opener=_open_for_writing) as file,
+    ):
         file.write(data)
 
 

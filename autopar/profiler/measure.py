@@ -32,7 +32,7 @@ import torch
 from rich.progress import Progress
 
 from autopar.core.hardware import FLOP_KINDS, FORMAT, MEMORY_KINDS, VERSION, HardwareProfile
-from autopar.core.text_files import why_unwritable, write_file, writing
+from autopar.core.text_files import convert_write_errors, why_unwritable, write_file
 from autopar.errors import HardwareError
 
 # --------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def measure(
 
 def _make_folder(path: Path) -> None:
     """Create the folder of a file, and check that the file can be written."""
-    with writing(path, "the profile", HardwareError):
+    with convert_write_errors(path, "the profile", HardwareError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := why_unwritable(path):
             raise OSError(errno.EINVAL, why)

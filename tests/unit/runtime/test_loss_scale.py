@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RuntimeStateError
-from autopar.runtime.loss_scaling import LossScale, may_be_multiplied
+from autopar.runtime.loss_scaling import (
+    Backwards,
+    LossScale,
+    describe_factor,
+    may_be_multiplied,
+)
 from autopar.runtime.pipeline_runtime import StageCalls
 
 TINY, SCALE = 1e-7, 2.0**24
@@ -227,3 +232,18 @@ def test_gradients_are_rescaled_only_if_that_is_exact() -> None:
     for value in (0.0, -1.0, float("nan"), float("inf"), "2"):
         with pytest.raises(RuntimeStateError, match="not a loss factor"):
             LossScale().user_factor = value  # type: ignore[assignment]
+
+
+def test_the_factor_of_the_loss_is_described_but_a_gpu_is_read_only_in_some_backwards() -> None:
+    backwards = Backwards()
+    assert [backwards.begin() for _ in range(9)] == [n in (1, 2, 4, 8) for n in range(1, 10)]
+    on_gpu = torch.empty((), device="meta")  # cannot be read
+    assert describe_factor(on_gpu, is_turn=False) == ""
+    with pytest.raises(RuntimeError):
+        describe_factor(on_gpu, is_turn=True)
+    assert (
+        describe_factor(None, is_turn=True) == describe_factor(torch.ones(()), is_turn=True) == ""
+    )
+    for is_turn in (True, False):
+        described = describe_factor(torch.tensor(2.5), is_turn=is_turn)
+        assert described == " of the loss multiplied by 2.5"
