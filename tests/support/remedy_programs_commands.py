@@ -362,7 +362,7 @@ MODELS: dict[str, Program] = {
         "pass --pipeline AXIS or --pipeline auto too, or omit --schedule",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
     ),
-    "core/text_files.py writing 0": Program(
+    "core/text_files.py convert_write_errors 0": Program(
         _in_folder(lambda folder: made_plan().save(folder / "absent" / "plan.json")),
         "check the path",
         _in_folder(lambda folder: made_plan().save(folder / "another.json")),
@@ -384,7 +384,7 @@ OTHERS: dict[str, Program] = {
     "report/page.py report 0": Program(
         _write_report("plan.txt"), ".svg", _write_report("plan.svg")
     ),
-    "core/text_files.py writing 0 | report": Program(
+    "core/text_files.py convert_write_errors 0 | report": Program(
         _write_report("absent/plan.svg"), "check the path", _write_report("plan.svg")
     ),
     "explanation/explain.py explain 0": Program(
