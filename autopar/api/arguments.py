@@ -24,6 +24,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.plans import Plan
 from autopar.request import RESERVED_SHARE, PlanOptions
 from autopar.runtime.device_mesh import mesh_of
+from autopar.runtime.launchers import adopt_launch, launched_shape
 
 MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int]
 Launched: TypeAlias = MeshLike | None  # None: all processes that a launcher started
@@ -62,12 +63,16 @@ def launched_processes() -> Unshaped:
     """Return the processes of this job, from which the planner chooses a mesh.
 
     Returns:
-        (nodes, processes per node) as torchrun sets them; the number of processes if nodes differ;
-            one process if there is no launcher and no process group.
+        (nodes, processes per node); the number of processes if nodes have different numbers of
+        processes; one process if there is no launcher and no process group.
+
+    Raises:
+        MeshError: if the variables of the launcher contradict each other (see `adopt_launch`).
     """
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return (world // here, here) if world % here == 0 else world
+    if dist.is_initialized():
+        return launched_shape(dist.get_world_size(), os.environ)
+    adopt_launch()
+    return launched_shape(int(os.environ.get("WORLD_SIZE", 1)), os.environ)
 
 
 def is_shape_of(mesh: Mesh, requested: Unshaped) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError, RuntimeStateError
 from autopar.runtime.guarded_module import Compiled
+from autopar.runtime.launchers import adopt_launch
 from autopar.runtime.parameter_module import Holder, holder_of
 from autopar.runtime.rank_comm import local_rank, num_ranks, of_all, rank
 
@@ -66,6 +67,7 @@ class Accelerator(accelerate.Accelerator):
         _check_precision(
             kwargs.get("mixed_precision")
         )  # before accelerate keeps it for the whole process
+        adopt_launch()  # accelerate reads torch's variables
         super().__init__(*args, **kwargs)
         _check_precision(self.mixed_precision)  # which may come from where accelerate was started
 

@@ -39,6 +39,7 @@ from autopar.integrations.lightning_modules import (
 )
 from autopar.runtime.device_mesh import join_launched
 from autopar.runtime.full_state import whole_values
+from autopar.runtime.launchers import adopt_launch
 from autopar.runtime.parameter_module import holder_of
 from autopar.runtime.rank_comm import by_first, local_rank, num_ranks, of_all, rank
 
@@ -60,6 +61,7 @@ class WholeBatches(Strategy):
 
     def __init__(self) -> None:
         super().__init__()
+        adopt_launch()
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.core.mesh import Mesh
 from autopar.errors import MeshError, RuntimeStateError
 from autopar.kernels.collectives import AxisGroup, Groups
+from autopar.runtime.launchers import adopt_launch
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import of_all, of_all_alike, take_gpu
 
@@ -26,7 +27,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     """Create a DeviceMesh with the same shape and names over all processes.
 
     If torch.distributed is not initialized, it is initialized from the environment if a launcher
-    started this process (torchrun sets RANK), or with a process group of one rank for a mesh of one
+    started this process (see `adopt_launch`), or with a process group of one rank for a mesh of one
     device.
 
     Args:
@@ -37,6 +38,8 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
         MeshError: if the mesh does not have exactly one device per process, or torch.distributed
             cannot be initialized.
     """
+    if not dist.is_initialized():
+        adopt_launch()
     if device_type == "cuda":
         take_gpu()
     if not dist.is_initialized():
@@ -252,9 +255,13 @@ def join_launched(device_type: str) -> bool:
 
     Returns:
         Whether torch.distributed is initialized.
+
+    Raises:
+        MeshError: if the variables of the launcher contradict each other (see `adopt_launch`).
     """
     if dist.is_initialized():
         return True
+    adopt_launch()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
     dist.init_process_group(_backend(device_type))

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from autopar.runtime.launchers import adopt_launch
 from autopar.runtime.rank_comm import take_gpu
 
 
 def main() -> None:
     """Run the script like ``python SCRIPT``: as ``__main__``, with its arguments, and with its
     folder first on the path."""
+    adopt_launch()
     take_gpu()
     script, *arguments = sys.argv[1:]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)

@@ -1,4 +1,4 @@
-"""Launch a script in several processes with torchrun."""
+"""Launch a script in several processes with torchrun, or as one process of another launcher."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from autopar.errors import AutoparError
+from autopar.runtime.launchers import Launch, adopt_launch, find_launch
 
 
 def launch(
@@ -25,6 +26,9 @@ def launch(
     restarts: int | None = None,
 ) -> None:
     """Run a script in several processes, and return when all processes on this machine have ended.
+
+    Under ``srun``, ``mpirun`` and their like, which have started this command several times, the
+    script runs in this process, as one of theirs.
 
     Args:
         script: the Python file.
@@ -39,11 +43,18 @@ def launch(
 
     Raises:
         AutoparError: if the script does not exist, `nodes` is invalid, `meet` is missing for
-            several machines, or a process failed.
+            several machines, another launcher started this command several times and its options
+            would start worlds that do not know of each other, or a process failed.
     """
     if not os.path.isfile(script):
         raise AutoparError(f"script {str(script)!r} does not exist", remedy="pass a Python file")
     _check_machines(nodes, meet)
+    outer = find_launch(os.environ)
+    if outer is not None and nodes == "1":
+        _check_one_task(outer, num_processes, restarts)
+        adopt_launch()
+        worker = [sys.executable, "-m", "autopar.runtime.launch_worker", str(script), *arguments]
+        os.execv(sys.executable, worker)
     where = ["--standalone"]
     if meet is not None:
         where = [
@@ -80,6 +91,30 @@ def launch(
         raise AutoparError(
             what, where=str(script), remedy="see the error of that rank above"
         ) from None
+
+
+def _check_one_task(outer: Launch, num_processes: int | None, restarts: int | None) -> None:
+    """Check the options of `launch` in a process that another launcher started.
+
+    Raises:
+        AutoparError: if this process is asked to start several, or to restart.
+    """
+    name, count = outer.launcher.name, outer.world_size
+    if num_processes not in (None, 1):
+        raise AutoparError(
+            f"{name} started this command {count} times, and each would start a world of its"
+            f" own with {num_processes} processes",
+            remedy=(
+                f"omit -n, so that each process of {name} runs the script as one of {count}; or"
+                f" start the command once per machine and pass --nodes NUMBER --meet HOST:PORT"
+            ),
+        )
+    if restarts:
+        raise AutoparError(
+            f"{name} started this process, so autopar cannot restart it",
+            remedy=f"omit --restarts, and use what {name} offers; or start one process per machine"
+            " and pass --nodes NUMBER --meet HOST:PORT",
+        )
 
 
 def _check_machines(nodes: str, meet: str | None) -> None:

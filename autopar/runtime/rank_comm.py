@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError, RuntimeStateError
+from autopar.runtime.launchers import find_launch
 from autopar.runtime.rank_agreement import announced
 
 log = logging.getLogger("autopar")
@@ -37,10 +38,15 @@ def take_gpu() -> None:
     processes on the machine and the first GPU is still the current one. torch selects it only if
     CUDA was not used before, for example by moving a batch to ``"cuda"``.
 
+    A launcher may also show one GPU to each process (``srun --gpus-per-task=1``); the process then
+    uses that one.
+
     Raises:
         MeshError: if the machine has no GPU for this process.
     """
     place, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if num_gpus == 1 and _is_shown_one_gpu():
+        return
     if 0 < num_gpus <= place and not torch.cuda.is_initialized():
         what = f"process {place} of this machine has no GPU: the machine has {num_gpus}"
         raise MeshError(
@@ -49,6 +55,19 @@ def take_gpu() -> None:
         )
     if 0 < place < num_gpus and torch.cuda.current_device() == 0:
         torch.cuda.set_device(place)
+
+
+def _is_shown_one_gpu() -> bool:
+    """Return whether the launcher selected one GPU for this process. torchrun never does, so a list
+    of one GPU that the user set applies to all of its processes."""
+    launch = find_launch(os.environ)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES", "")
+    return (
+        launch is not None
+        and "TORCHELASTIC_RUN_ID" not in os.environ
+        and "," not in visible
+        and visible != ""
+    )
 
 
 def share_cores() -> None:

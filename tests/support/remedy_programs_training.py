@@ -80,7 +80,7 @@ def _trainer(
     )
 
 
-def _build_trainer(**how: Any) -> Callable[[], object]:
+def build_trainer(**how: Any) -> Callable[[], object]:
     return _in_folder(lambda folder: _trainer(folder, **how))
 
 
@@ -102,7 +102,7 @@ def _replace_argument(
     name: str, value: Any, **instead: Any
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return a program with a training argument and one with its replacement."""
-    return _build_trainer(set_to={name: value}), _build_trainer(**instead)
+    return build_trainer(set_to={name: value}), build_trainer(**instead)
 
 
 def _pass_compiled(folder: str) -> object:
@@ -298,7 +298,7 @@ def _arguments() -> dict[str, Program]:
     programs = {}
     for name, (value, says, instead) in by_name.items():
         refused, followed = _replace_argument(name, value, **instead)
-        programs[f"integrations/trainer.py check_arguments 0 | {name}"] = Program(
+        programs[f"integrations/trainer_arguments.py check_arguments 0 | {name}"] = Program(
             refused, says, followed
         )
     return programs
@@ -306,41 +306,41 @@ def _arguments() -> dict[str, Program]:
 
 TRAINER: dict[str, Program] = {
     **_arguments(),
-    "integrations/trainer.py check_arguments 1": Program(
-        _build_trainer(set_to={"_n_gpu": 4}),
+    "integrations/trainer_arguments.py check_arguments 2": Program(
+        build_trainer(set_to={"_n_gpu": 4}),
         "select one GPU with CUDA_VISIBLE_DEVICES",
-        _build_trainer(set_to={"_n_gpu": 1}),
+        build_trainer(set_to={"_n_gpu": 1}),
     ),
-    "integrations/trainer.py check_inputs 0": Program(
-        _build_trainer(model_init=lambda: _shared().Tagger()),
+    "integrations/trainer_arguments.py check_inputs 0": Program(
+        build_trainer(model_init=lambda: _shared().Tagger()),
         "pass the model itself: model=...",
-        _build_trainer(),
+        build_trainer(),
     ),
-    "integrations/trainer.py check_inputs 1": Program(
-        _build_trainer(model="gpt2"), "pass a torch.nn.Module", _build_trainer()
+    "integrations/trainer_arguments.py check_inputs 1": Program(
+        build_trainer(model="gpt2"), "pass a torch.nn.Module", build_trainer()
     ),
-    "integrations/trainer.py check_inputs 2": Program(
-        _in_folder(_pass_compiled), "as mesh= and compile_options={...}", _build_trainer(mesh=1)
+    "integrations/trainer_arguments.py check_inputs 2": Program(
+        _in_folder(_pass_compiled), "as mesh= and compile_options={...}", build_trainer(mesh=1)
     ),
-    "integrations/trainer.py check_inputs 3": Program(
+    "integrations/trainer_arguments.py check_inputs 3": Program(
         _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))),
         "load its weights",
-        _build_trainer(),
+        build_trainer(),
     ),
-    "integrations/trainer.py check_inputs 4": Program(
-        _build_trainer(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
+    "integrations/trainer_arguments.py check_inputs 4": Program(
+        build_trainer(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
         "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...})",
         _train_after(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
     ),
-    "integrations/trainer.py check_optimizer 0": Program(
-        _build_trainer(set_to={"optim": "adamw_bnb_8bit"}),
+    "integrations/trainer_arguments.py check_optimizer 0": Program(
+        build_trainer(set_to={"optim": "adamw_bnb_8bit"}),
         "use one of adamw_torch",
-        _build_trainer(set_to={"optim": "sgd"}),
+        build_trainer(set_to={"optim": "sgd"}),
     ),
     "integrations/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
         _in_folder(_by_another),
         "start the script with `autopar run -n COUNT`, or with torchrun",
-        _build_trainer(),
+        build_trainer(),
     ),
     "integrations/trainer.py Trainer._first_call 0": Program(
         _of_samples(2),
