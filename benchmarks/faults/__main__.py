@@ -122,7 +122,10 @@ def main(arguments: list[str]) -> int:
         "--seconds", type=float, default=SECONDS, help="start no case after this time"
     )
     flags.add_argument(
-        "--limit", type=float, default=LIMIT_S, help="seconds after which a case counts as hung"
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        help="seconds after which a case counts as hung, without the time it waited for a CPU",
     )
     flags.add_argument("--programs", metavar="FOLDER", help="folder for the programs of failures")
     options = flags.parse_args(arguments)

@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -37,6 +38,17 @@ KINDS = {
 REDUCE = "reduce"  # reduces a failing model; not a kind of cases
 CASES_PER_PROCESS = 60  # then a new process, as captures accumulate in memory
 TAIL = 3000
+POLL_S = 5.0  # between two looks at how long the process waited for a CPU
+
+
+def waited_s(pid: int) -> float:
+    """Return for how many seconds the main thread of a process was ready to run but had no CPU. A
+    case on a busy machine is slow, not hung. 0 if the system does not tell (it is Linux that does).
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
 
 
 def run_case(kind: str, seed: int) -> dict[str, Any]:
@@ -47,7 +59,16 @@ def run_case(kind: str, seed: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Worker:
-    """Runs cases in a separate process, and replaces it if it crashes or takes too long."""
+    """Runs cases in a separate process, and replaces it if it crashes or takes too long.
+
+    Attributes:
+        limit_s: seconds after which a case counts as hung, without the time for which its process
+            waited for a CPU.
+        process: the process.
+        answers: the file descriptor from which its answers are read.
+        log: its output.
+        num_cases: number of cases that it has run.
+    """
 
     limit_s: float
     process: subprocess.Popen[str] | None = None
@@ -64,7 +85,7 @@ class Worker:
         start = time.monotonic()
         self.process.stdin.write(json.dumps([kind, seed]) + "\n")
         self.process.stdin.flush()
-        answer = self._answer(start + self.limit_s)
+        answer = self._answer(start)
         row = json.loads(answer) if answer else self._lost(hung=answer is None)
         return {**row, "row_s": round(time.monotonic() - start, 2)}
 
@@ -105,13 +126,17 @@ class Worker:
         os.close(write)
         self.num_cases = 0
 
-    def _answer(self, deadline: float) -> str | None:
+    def _answer(self, start: float) -> str | None:
         """Return a line; empty if the process ended, None at the time limit."""
-        found = b""
+        assert self.process is not None
+        found, pid = b"", self.process.pid
+        waited_before_s = waited_s(pid)
         while not found.endswith(b"\n"):
-            ready = select.select([self.answers], [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready:
+            left_s = start + self.limit_s + waited_s(pid) - waited_before_s - time.monotonic()
+            if left_s <= 0:
                 return None
+            if not select.select([self.answers], [], [], min(left_s, POLL_S))[0]:
+                continue
             if not (part := os.read(self.answers, 1 << 16)):
                 return ""
             found += part

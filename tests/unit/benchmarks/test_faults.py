@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from autopar.errors import AutoparError, VerificationError
 from benchmarks.faults import rank_cases
+from benchmarks.faults import worker as worker_module
 from benchmarks.faults.__main__ import summary_of, write
 from benchmarks.faults.damage import FURTHER_WAYS, differences, pattern_of
 from benchmarks.faults.judging import (
@@ -34,7 +40,7 @@ from benchmarks.faults.programs import (
     text_of,
 )
 from benchmarks.faults.steps_further import STEPS
-from benchmarks.faults.worker import Worker
+from benchmarks.faults.worker import Worker, waited_s
 
 SOURCES = {"tokens": "features", "vector": "vector", "image": "image"}
 
@@ -238,6 +244,31 @@ def test_worker_reports_crashes_and_hangs_and_continues(
         assert worker.run("files", 1)["ok"]
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("is_starved", [False, True])
+def test_waiting_for_a_cpu_does_not_count_as_hanging(
+    monkeypatch: pytest.MonkeyPatch, is_starved: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "waited_s", lambda pid: time.monotonic() * is_starved)
+    monkeypatch.setattr(worker_module, "POLL_S", 0.02)
+    answers, write = os.pipe()
+    worker = Worker(limit_s=0.1, process=cast(Any, SimpleNamespace(pid=0)), answers=answers)
+    timer = threading.Timer(0.3, os.write, (write, b"{}\n"))
+    timer.start()
+    assert worker._answer(time.monotonic()) == ("{}\n" if is_starved else None)
+    timer.join()
+    worker.log.close()
+    for end in (answers, write):
+        os.close(end)
+
+
+def test_the_time_that_a_process_waits_for_a_cpu_is_read() -> None:
+    _, before_ns, _ = Path("/proc/self/schedstat").read_text().split()
+    seconds = waited_s(os.getpid())
+    _, after_ns, _ = Path("/proc/self/schedstat").read_text().split()
+    assert int(before_ns) / 1e9 <= seconds <= int(after_ns) / 1e9
+    assert waited_s(2**30) == 0.0, "there is no such process"
 
 
 LOST = """
