@@ -44,9 +44,9 @@ def launch(
     if not os.path.isfile(script):
         raise AutoparError(f"script {str(script)!r} does not exist", remedy="pass a Python file")
     _check_machines(nodes, meet)
-    where = ["--standalone"]
+    rendezvous = ["--standalone"]
     if meet is not None:
-        where = [
+        rendezvous = [
             f"--nnodes={nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={meet}",
@@ -63,7 +63,7 @@ def launch(
     started = ["-m", "autopar.runtime.launch_worker"] if num_gpus > 1 < num_processes else []
     sys.argv = [
         "torchrun",
-        *where,
+        *rendezvous,
         f"--max-restarts={restarts}",
         f"--nproc-per-node={num_processes}",
         *started,
@@ -74,11 +74,11 @@ def launch(
         runpy.run_module("torch.distributed.run", run_name="__main__")
     except ChildFailedError as error:  # each process has printed its own error
         first, failure = error.get_first_failure()
-        what = (
+        message = (
             f"the script failed, first on rank {first}, which exited with code {failure.exitcode}"
         )
         raise AutoparError(
-            what, where=str(script), remedy="see the error of that rank above"
+            message, where=str(script), remedy="see the error of that rank above"
         ) from None
 
 

@@ -181,8 +181,8 @@ def without_clashes(
     }
     for v, moves, kind, use in list(_all(both)) if ways else ():
         if ways.get((use.op, use.again), kind) != kind:
-            remaining = {i: t for i, t in moves[v].taken.items() if t != use}
-            moves[v] = replace(moves[v], taken=remaining)  # type: ignore[type-var]  # a frozen dataclass
+            rest = {i: t for i, t in moves[v].taken.items() if t != use}
+            moves[v] = replace(moves[v], taken=rest)  # type: ignore[type-var]  # a frozen dataclass
     return both
 
 
