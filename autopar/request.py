@@ -580,11 +580,9 @@ class PlanOptions:
 
     def to_json(self, profile: HardwareProfile) -> Mapping[str, Any]:
         """Return the options that a plan records, as JSON data."""
-        found = {
-            name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded
-        }
+        data = {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded}
         return {
-            **found,
+            **data,
             "memory_bytes": self.budget(profile),
             "constraints": [c.to_json() for c in self.constraints],
         }

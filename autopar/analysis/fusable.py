@@ -49,14 +49,14 @@ def passes(
     pieces, kernel = PIECES[target], _KERNELS.get(target) if by_kernels else None
     if kernel is not None:
         parameters = _parameters(target)
-        given = dict(zip(parameters, args, strict=False))
-        operands = [name for name, arg in given.items() if parameters[name] and arg is not None]
+        arguments = dict(zip(parameters, args, strict=False))
+        operands = [name for name, arg in arguments.items() if parameters[name] and arg is not None]
         long = {
             info.dtype for name, info in zip(operands, inputs, strict=True) if name in kernel.alike
         }
         long |= {out} if target is ops.rms_norm else set()
-        taken = len(long) == 1 and wide_dtype(given["dtype"]) == wide_dtype(*long)
-        pieces = kernel.pieces if taken else pieces  # ops compute all other cases
+        is_supported = len(long) == 1 and wide_dtype(arguments["dtype"]) == wide_dtype(*long)
+        pieces = kernel.pieces if is_supported else pieces  # ops compute all other cases
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
@@ -244,18 +244,18 @@ def _is_like(x: fx.Node, other: fx.Node) -> bool:
 
 def _is_plain(norm: fx.Node, total: fx.Node) -> bool:
     _, squares, weight, n, _, dtype, rounded, out = norm.args
-    own, wide = dtype_of(total), wide_dtype(dtype_of(total))
+    sum_dtype, wide = dtype_of(total), wide_dtype(dtype_of(total))
     places = (
         dtype == wide
-        and rounded in (own, wide)
-        and out == own
+        and rounded in (sum_dtype, wide)
+        and out == sum_dtype
         and isinstance(squares, fx.Node)
         and squares.args[1] == wide
     )
     there = (
-        isinstance(weight, fx.Node) and weight < total and dtype_of(weight) == own
+        isinstance(weight, fx.Node) and weight < total and dtype_of(weight) == sum_dtype
     )  # the weight exists when the sum is computed
-    return places and there and own in _FLOATS and n == shape_of(total)[-1]
+    return places and there and sum_dtype in _FLOATS and n == shape_of(total)[-1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,7 +360,8 @@ def shared_rows(
         infos[0].dtype.itemsize,
         infos[2].dtype.itemsize,
     )
-    found = shared_regions(*sizes, backward=call.target is ops.experts_backward)
+    regions_found = shared_regions(*sizes, backward=call.target is ops.experts_backward)
     return tuple(
-        SharedRows(axis, name, routes, num_bytes) for (name, routes), num_bytes in found.items()
+        SharedRows(axis, name, routes, num_bytes)
+        for (name, routes), num_bytes in regions_found.items()
     )

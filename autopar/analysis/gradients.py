@@ -29,17 +29,17 @@ def widening_casts(trace: Trace) -> frozenset[str]:
         Names of nodes.
     """
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    left = [results[p.gradient] for p in trace.parameters if p.gradient is not None]
-    seen, found = set[fx.Node](), set[str]()
-    for node in left:  # grows during the loop
-        if node in seen or not isinstance(node, fx.Node) or node.op != "call_function":
+    pending = [results[p.gradient] for p in trace.parameters if p.gradient is not None]
+    visited, casts = set[fx.Node](), set[str]()
+    for node in pending:  # grows during the loop
+        if node in visited or not isinstance(node, fx.Node) or node.op != "call_function":
             continue
-        seen.add(node)
+        visited.add(node)
         if node.target is _ADD:
-            left += node.args
+            pending += node.args
         elif _widens(node):
-            found.add(node.name)
-    return frozenset(found)
+            casts.add(node.name)
+    return frozenset(casts)
 
 
 def addable_uncast(trace: Trace) -> dict[str, str]:
@@ -50,9 +50,11 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
     """
     output = next(iter(reversed(trace.graph.nodes)))
     casts, results = widening_casts(trace), list(output.args[0])
-    made = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
+    gradients = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
     alone = {
-        name: node for name, node in made.items() if node.name in casts and results.count(node) == 1
+        name: node
+        for name, node in gradients.items()
+        if node.name in casts and results.count(node) == 1
     }
     return {
         n.name: name
@@ -64,13 +66,13 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
 def only_widened(trace: Trace) -> dict[str, torch.dtype]:
     """Return node → dtype, for each node whose result is only read by widening casts to this dtype,
     directly or through views."""
-    casts, found = widening_casts(trace), dict[str, torch.dtype]()
+    casts, dtypes_read = widening_casts(trace), dict[str, torch.dtype]()
     for node in reversed(trace.graph.nodes):
         into = [
             (
                 dtype_of(user)
                 if user.name in casts
-                else found.get(user.name)
+                else dtypes_read.get(user.name)
                 if _is_view(user)
                 else None
             )
@@ -78,8 +80,8 @@ def only_widened(trace: Trace) -> dict[str, torch.dtype]:
         ]
         dtypes = {dtype for dtype in into if dtype is not None}
         if node.op == "call_function" and len(dtypes) == 1 and None not in into:
-            found[node.name] = dtypes.pop()
-    return found
+            dtypes_read[node.name] = dtypes.pop()
+    return dtypes_read
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -141,9 +143,9 @@ def operand_written(node: fx.Node) -> int | None:
         if node.meta.get(IN_PLACE)
         else [place for place, operand in enumerate(node.args) if _is_alike(node, operand)]
     )
-    found = [place for place in places if _may_be_written(node.args[place], node)]
+    writable = [place for place in places if _may_be_written(node.args[place], node)]
     return min(
-        found, key=node.args.__getitem__, default=None
+        writable, key=node.args.__getitem__, default=None
     )  # nodes compare by their position in the graph
 
 
@@ -153,10 +155,10 @@ def _is_alike(node: fx.Node, operand: object) -> bool:
     if node.meta["phase"] != "backward" or not is_tensor(operand) or not is_tensor(node):
         return False
     assert isinstance(operand, fx.Node), "a tensor is the result of a node"
-    alike = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
+    same_form = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
     # strides that the op would not return might make readers copy the result
     return (
-        alike
+        same_form
         and operand.meta["val"].stride() == node.meta["val"].stride()
         and operand.meta.get("phase") == "backward"
     )
@@ -193,15 +195,15 @@ def needed_by_backward(trace: Trace) -> frozenset[str]:
     gradients = (*(p.gradient for p in trace.parameters), *(i.gradient for i in trace.inputs))
     read = {results[i].name for i in gradients if i is not None}
     read |= {o.node for o in trace.outputs if o.crosses}
-    found = set[str]()
+    needed = set[str]()
     for node in reversed(trace.graph.nodes):
         if node.op == "call_function" and node.meta["phase"] == "forward":
-            found |= (
+            needed |= (
                 {node.name}
-                if node.name in read or any(_is_needed_by(user, found) for user in node.users)
+                if node.name in read or any(_is_needed_by(user, needed) for user in node.users)
                 else set()
             )
-    return frozenset(found)
+    return frozenset(needed)
 
 
 def _is_needed_by(user: fx.Node, found: set[str]) -> bool:

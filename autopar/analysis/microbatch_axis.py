@@ -143,9 +143,9 @@ class _Pass:
         return Labelled(cut, self.outputs, self.given, self.raises.edges, tuple(self.promised))
 
     def _place_inputs(self) -> None:
-        whole = self.whole
-        self.labels |= {(p.node, 0): WHOLE for p in (*whole.parameters, *whole.buffers)}
-        for x, y in zip(whole.inputs, self.part.inputs, strict=True):
+        batch_trace = self.whole
+        self.labels |= {(p.node, 0): WHOLE for p in (*batch_trace.parameters, *batch_trace.buffers)}
+        for x, y in zip(batch_trace.inputs, self.part.inputs, strict=True):
             label = label_by_shape(x.shape, y.shape, self.num)
             assert label is not None, (
                 f"input {x.path!r} of shape {x.shape} is not {self.num} times {y.shape}"
@@ -221,15 +221,15 @@ class _Pass:
     def _label_by_promise(self, site: CallPair, call: Call, part: Call) -> Way:
         """Return labels by shapes. In backward, a result of the batch's shape may be a term or a
         copy."""
-        reads, found = self._reads(site), []
+        reads, labels = self._reads(site), []
         for x, y in zip(call.outputs, part.outputs, strict=True):
             label = label_by_shape(x.shape, y.shape, self.num)
             if label is None:
                 raise refusal(site.node, self.num, *why_not(site.node, reads, self._unknown))
-            found.append(label if site.is_forward or label != WHOLE else OPEN)
+            labels.append(label if site.is_forward or label != WHOLE else OPEN)
         if all(read.kind != "open" for read in reads):
             self.promised[site.node.meta["key"]] = None
-        return Way(tuple(found))
+        return Way(tuple(labels))
 
     # Outputs and gradients.
 
@@ -243,15 +243,15 @@ class _Pass:
         self.outputs.clear()
         for index, o in enumerate(self.whole.outputs):
             node, label = self._results[index], self._result(index)
-            what = f"output {o.path!r}" if o.path else "the model's output"
+            output_text = f"output {o.path!r}" if o.path else "the model's output"
             if label.kind == "place":
-                self._check_places(o, node, what)
+                self._check_places(o, node, output_text)
                 continue  # such an output is not returned with several microbatches
             power, most = (label.power, 0) if label.kind == "split" else (label.as_term, 1)
             if power is not None and power < 0 and is_floating(node):
                 return self.raises.add({(self._output.name, index): -power})
             if power is not None and not 0 <= power <= most:
-                raise refusal(node, self.num, f"{what} is {label}")
+                raise refusal(node, self.num, f"{output_text} is {label}")
             self.outputs[o.path] = _normalize_label(label)
             if o.tangent:
                 self.labels[o.tangent, 0] = _tangent(self.outputs[o.path], is_loss=o.is_loss)

@@ -262,20 +262,20 @@ def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way |
 
 @lru_cache(maxsize=16384)  # equal layers have equal calls
 def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way | None:
-    whole, part = keyed.call, of_part.call
-    zeros = _zeros(whole, part, reads, num)
+    of_batch, part = keyed.call, of_part.call
+    zeros = _zeros(of_batch, part, reads, num)
     if zeros is not None:
         return zeros
-    alike = is_alike(whole, part)
-    if alike and all(read == WHOLE for read in reads) and whole.outputs == part.outputs:
-        return Way(tuple(WHOLE for _ in whole.outputs))
+    same_call = is_alike(of_batch, part)
+    if same_call and all(read == WHOLE for read in reads) and of_batch.outputs == part.outputs:
+        return Way(tuple(WHOLE for _ in of_batch.outputs))
     if any(read.kind == "place" for read in reads):
-        return _label_positions(whole, part, reads, num)
-    created_way = _label_created(whole, part, reads, num)
+        return _label_positions(of_batch, part, reads, num)
+    created_way = _label_created(of_batch, part, reads, num)
     if created_way is not None:
         return created_way
     ways = itertools.chain(
-        _with_numbers(whole, part, reads, num), _by_rule(whole, part, reads, num)
+        _with_numbers(of_batch, part, reads, num), _by_rule(of_batch, part, reads, num)
     )
     sizes = [math.prod(info.shape) for info in part.inputs]
 

@@ -39,8 +39,8 @@ def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledE
     """
     key = node.meta.get("key", node.name)
     place = "" if node.meta.get("module") else " (in the model's own forward)"
-    what = f"the batch cannot be split into {num} microbatches: at {key}{place} {why}"
-    return CoupledError(what, where=_where(node), remedy=remedy)
+    message = f"the batch cannot be split into {num} microbatches: at {key}{place} {why}"
+    return CoupledError(message, where=_where(node), remedy=remedy)
 
 
 def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
@@ -151,22 +151,22 @@ def _calls_needed(trace: Trace) -> list[fx.Node]:
     stack: list[fx.Node] = list(results[: len(trace.outputs)])
     gradients = [p.gradient for p in trace.parameters if p.gradient is not None]
     stack += [results[index] for index in gradients]
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             stack += node.all_input_nodes
-    return [node for node in trace.graph.nodes if node in found and node.op == "call_function"]
+    return [node for node in trace.graph.nodes if node in needed and node.op == "call_function"]
 
 
 def _words(trace: Trace) -> dict[str, str]:
     """Return node → description that is the same in the graphs of batch and microbatch."""
-    found = {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
-    found |= {i.node: f"input {i.path}" for i in trace.inputs}
-    found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
+    descriptions = {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
+    descriptions |= {i.node: f"input {i.path}" for i in trace.inputs}
+    descriptions |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
     calls = (node for node in trace.graph.nodes if node.op == "call_function")
-    return found | {node.name: node.meta["key"] for node in calls}
+    return descriptions | {node.name: node.meta["key"] for node in calls}
 
 
 def find_unknown(trace: Trace) -> dict[str, str]:
@@ -175,13 +175,13 @@ def find_unknown(trace: Trace) -> dict[str, str]:
     Returns:
         Node name → the value on which it depends, for error messages.
     """
-    found = {p.node: f"parameter {p.name!r}" for p in trace.parameters}
-    found |= {o.tangent: "the loss" for o in trace.differentiable}
+    unknown = {p.node: f"parameter {p.name!r}" for p in trace.parameters}
+    unknown |= {o.tangent: "the loss" for o in trace.differentiable}
     for node in trace.graph.nodes:
-        reason = next((found[o.name] for o in node.all_input_nodes if o.name in found), "")
+        reason = next((unknown[o.name] for o in node.all_input_nodes if o.name in unknown), "")
         if reason and node.op == "call_function":
-            found[node.name] = reason
-    return found
+            unknown[node.name] = reason
+    return unknown
 
 
 def output_of(trace: Trace) -> fx.Node:
@@ -284,7 +284,7 @@ class Raises:
         Returns:
             The names of the nodes whose operands are raised.
         """
-        found: dict[Edge, int] = {}
+        powers: dict[Edge, int] = {}
         stack = list(edges.items())
         while stack:
             (name, index), power = stack.pop()
@@ -292,13 +292,13 @@ class Raises:
             operand = operands_of(reader)[index]
             cost, group = self._costs.get(operand.name, _NONE)
             if self._near or cost >= size_of(operand):
-                found[name, index] = power
+                powers[name, index] = power
                 continue
             self.elsewhere = True
             if operand.target is operator.getitem:
                 (operand,) = operands_of(operand)
             stack += [((operand.name, n), power) for n in group]
-        self.conflict |= any(edge in self.edges and edge not in edges for edge in found)
-        for edge, power in found.items():
+        self.conflict |= any(edge in self.edges and edge not in edges for edge in powers)
+        for edge, power in powers.items():
             self.edges[edge] = self.edges.get(edge, 0) + power
-        return [name for name, _ in found]
+        return [name for name, _ in powers]

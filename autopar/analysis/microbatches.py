@@ -106,13 +106,13 @@ class Counterparts:
         Raises:
             ConstraintError: if an edge has no counterpart.
         """
-        found: dict[Edge, int] = {}
+        edges: dict[Edge, int] = {}
         for edge, power in raised.items():
             if edge not in self._edges:
                 raise _otherwise()
-            for own in self._edges[edge]:
-                found[own] = found.get(own, 0) + power
-        return found
+            for sample_edge in self._edges[edge]:
+                edges[sample_edge] = edges.get(sample_edge, 0) + power
+        return edges
 
     def _match(self, node: fx.Node) -> None:
         """Find the node that corresponds to a node of the graph of one sample, if there is one."""
@@ -128,10 +128,12 @@ class Counterparts:
         A product with a bias may also correspond to an addition: torch adds the bias within the
         product only if the operand is contiguous.
         """
-        own = self._by_key.get(node.meta["key"])
-        alike = [n for n in self._alike[_kind(node)] if n is not own and n.target is node.target]
-        yield from ([own] if own is not None and own.target is node.target else [])
-        yield from alike
+        same_key = self._by_key.get(node.meta["key"])
+        similar = [
+            n for n in self._alike[_kind(node)] if n is not same_key and n.target is node.target
+        ]
+        yield from ([same_key] if same_key is not None and same_key.target is node.target else [])
+        yield from similar
         if node.target is ops.dot and len(operands_of(node)) == 3:
             yield from self._alike[_kind(node).replace("/dot/", "/add.Tensor/")]
 
@@ -254,18 +256,21 @@ def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
 def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, str]) -> Counting:
     """Return the graph of values that do not depend on each other. `paths` are those of all
     values."""
-    own = {g.node for g in given}
-    wanted, before = set(own), {name: path for name, path in paths.items() if name not in own}
+    counted_nodes = {g.node for g in given}
+    needed, before = (
+        set(counted_nodes),
+        {name: path for name, path in paths.items() if name not in counted_nodes},
+    )
     for node in reversed(part.graph.nodes):
-        if node.name in wanted and node.name not in before:
-            wanted |= {operand.name for operand in node.all_input_nodes}
-    buffers = {b.node: b.name for b in part.buffers if b.node in wanted}
-    inputs = {i.node: i.path for i in part.inputs if i.node in wanted}
-    inputs |= {name: path for name, path in before.items() if name in wanted}
+        if node.name in needed and node.name not in before:
+            needed |= {operand.name for operand in node.all_input_nodes}
+    buffers = {b.node: b.name for b in part.buffers if b.node in needed}
+    inputs = {i.node: i.path for i in part.inputs if i.node in needed}
+    inputs |= {name: path for name, path in before.items() if name in needed}
     graph = fx.Graph()
     env = {part.node(name): graph.placeholder(name) for name in (*buffers, *inputs)}
     for node in part.graph.nodes:
-        if node.name in wanted and node not in env:
+        if node.name in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[part.node(g.node)] for g in given))
     return Counting(graph, tuple(buffers.values()), tuple(inputs.values()), given)
@@ -327,9 +332,9 @@ def _power(
     """Return the node of the operand times `num`^`power`, in a phase."""
     if power == 0:
         return operand
-    made = (products.get((operand, each, power)) for each in ("forward", phase))
-    found = next((product for product in made if product is not None), None)
-    if found is None:
+    known_products = (products.get((operand, each, power)) for each in ("forward", phase))
+    raised = next((product for product in known_products if product is not None), None)
+    if raised is None:
         below = _power(operand, phase, power - 1, num, products, reader)
         like = below if below.op == "call_function" else reader
         after = operand.meta.get("phase") == phase and operand.op == "call_function"
@@ -337,11 +342,11 @@ def _power(
         place = graph.inserting_after(below) if after else graph.inserting_before(reader)
         with place:
             times = torch.ops.aten.mul.Tensor
-            found = emit(like, times, (below, num), shape_of(below), dtype=dtype_of(below))
-        found.meta["phase"] = phase
-        found.meta["key"] = f"{below.meta['key']}{OF_BATCH}"
-        products[operand, phase, power] = found
-    return found
+            raised = emit(like, times, (below, num), shape_of(below), dtype=dtype_of(below))
+        raised.meta["phase"] = phase
+        raised.meta["key"] = f"{below.meta['key']}{OF_BATCH}"
+        products[operand, phase, power] = raised
+    return raised
 
 
 def _replace_operand(reader: fx.Node, index: int, product: fx.Node) -> None:
@@ -429,21 +434,21 @@ def find_microbatching(
     """
     if num == 1:
         return Microbatching(1, {}, {o.path: WHOLE for o in whole.outputs})
-    found = label_joint_graph(whole, part, num, independent=independent)
+    labels = label_joint_graph(whole, part, num, independent=independent)
     here = {n.meta["key"]: n.name for n in part.graph.nodes if n.op == "call_function"}
     there = {n.name: n.meta["key"] for n in whole.graph.nodes if n.op == "call_function"}
     names = {name: here[key] for name, key in there.items() if key in here} | {"output": "output"}
-    given = tuple(
+    counts = tuple(
         Given(names[name], f"{there[name]} of the batch", "sum" if label.as_term == 0 else "mean")
-        for name, label in found.given.items()
+        for name, label in labels.given.items()
     )
     return Microbatching(
         num,
-        {path: label.dim for path, label in found.inputs.items()},
-        found.outputs,
-        found.promised,
-        given,
-        {(names[name], index): power for (name, index), power in found.raised.items()},
+        {path: label.dim for path, label in labels.inputs.items()},
+        labels.outputs,
+        labels.promised,
+        counts,
+        {(names[name], index): power for (name, index), power in labels.raised.items()},
     )
 
 
@@ -482,5 +487,5 @@ def for_single_samples(
         ConstraintError: if the graph of one sample has no counterpart of a node.
     """
     to = Counterparts(made_from, part)
-    given = tuple(replace(g, node=to.node(g.node)) for g in like.given)
-    return replace(like, num=num, given=given, raised=to.edges(like.raised))
+    counts = tuple(replace(g, node=to.node(g.node)) for g in like.given)
+    return replace(like, num=num, given=counts, raised=to.edges(like.raised))

@@ -69,13 +69,13 @@ def _share(mask: str, start: int, num_queries: int, num_keys: int) -> float:
     """Return the share of pairs of `num_queries` queries, beginning with the query `start`."""
     starts = range(start, start + num_queries, _BLOCK)
     step = -(-num_queries * num_keys // _MOST)
-    seen = looked_at = 0
+    visible = looked_at = 0
     step = min(step, len(starts))
     for first in starts[step // 2 :: step]:
         rows = min(_BLOCK, start + num_queries - first)
-        seen += _pairs(mask, first, rows, num_keys)
+        visible += _pairs(mask, first, rows, num_keys)
         looked_at += rows * num_keys
-    return seen / looked_at
+    return visible / looked_at
 
 
 def _pairs(mask: str, first: int, rows: int, num_keys: int) -> int:
@@ -236,7 +236,7 @@ def _by_rows(
     passes over the logits and the gradient of the weight."""
     num_classes, num_features = weight
     item, wide = dtype.itemsize, max(dtype.itemsize, 4)
-    found: list[tuple[Work, int]] = []
+    works: list[tuple[Work, int]] = []
     for part, times in ((rows, num_rows // rows), (num_rows % rows, 1)):
         logits, summed = part * num_classes, num_classes * num_features
         product = Work(2 * part * summed, (part * num_features + summed + logits) * item, "matmul")
@@ -248,8 +248,8 @@ def _by_rows(
             Work(0, logits * (item + wide), "transcendental"),
             Work(0, passes, "elementwise"),
         )
-        found += [(product, 3 * times), *((w, times) for w in once)] if part and times else []
-    return tuple(found)
+        works += [(product, 3 * times), *((w, times) for w in once)] if part and times else []
+    return tuple(works)
 
 
 def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
@@ -260,16 +260,16 @@ def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int
     they are sent, and the results of experts are put in order.
     """
     x, ids, _, up, down = infos
-    (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
+    (num, parts, inner, features), width, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
     return (
-        *_work_of_sending(ids, (features + made) * item, num_senders),
+        *_work_of_sending(ids, (features + width) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
-        (Work(0, x.shape[0] * made * (2 * wide + item), "elementwise"), 1),
+        (Work(0, x.shape[0] * width * (2 * wide + item), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), num),
-        (_product(rows, inner, made, item), num),
+        (_product(rows, inner, width, item), num),
         (Work(0, rows * (parts + 1) * inner * item, "transcendental"), num),
-        (Work(0, rows * (2 * features * item + made * (item + 2 * wide)), "indexing"), num),
+        (Work(0, rows * (2 * features * item + width * (item + 2 * wide)), "indexing"), num),
     )
 
 
@@ -285,23 +285,23 @@ def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[
     Gradients of weights are written once more into the result.
     """
     x, ids, gates, up, down = infos
-    (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
+    (num, parts, inner, features), width, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
-    weights = parts * inner * features + inner * made
+    weights = parts * inner * features + inner * width
     return (
-        *_work_of_sending(ids, (2 * features + made) * item, num_senders),
+        *_work_of_sending(ids, (2 * features + width) * item, num_senders),
         (Work(0, 4 * _bytes(ids), "reduction"), 1),
         (Work(0, _numel(x) * (2 * wide + item) + _bytes(gates), "elementwise"), 1),
         (_product(rows, features, parts * inner, item), 3 * num),
-        (_product(rows, inner, made, item), 2 * num),
+        (_product(rows, inner, width, item), 2 * num),
         (Work(0, 3 * rows * (parts + 1) * inner * item, "transcendental"), num),
         (
             Work(
-                0, rows * (2 * (features + made) * item + features * (item + 2 * wide)), "indexing"
+                0, rows * (2 * (features + width) * item + features * (item + 2 * wide)), "indexing"
             ),
             num,
         ),
-        (Work(0, (rows * (5 * inner + 2 * made) + 3 * weights) * item, "elementwise"), num),
+        (Work(0, (rows * (5 * inner + 2 * width) + 3 * weights) * item, "elementwise"), num),
     )
 
 
@@ -383,8 +383,8 @@ def _convolution_backward_flops(args: Sequence[Any], inputs: Infos, outputs: Inf
     padding, dilation, transposed, …)``: those of forward for the gradient of the input, and again
     for that of the weight."""
     points = inputs[1] if len(args) > 7 and args[7] else inputs[0]
-    made = sum(1 for info in outputs[:2] if _numel(info) > 0)
-    return 2 * made * _numel(points) * math.prod(inputs[2].shape[1:])
+    num_gradients = sum(1 for info in outputs[:2] if _numel(info) > 0)
+    return 2 * num_gradients * _numel(points) * math.prod(inputs[2].shape[1:])
 
 
 _FLOPS: Mapping[str, Flops] = {

@@ -380,7 +380,7 @@ class AlternativeSearch:
         error: AutoparError | TooSlow | None = None
         name = self._name(first, first.num)
         try:
-            found = first.search(limit_s)
+            result = first.search(limit_s)
         except TooSlow as slow:
             error, bound_s = slow, max(float(slow.args[0]), first.bound_s)
             log.info("no plan of %s is faster: at least %.4g s", name, bound_s)
@@ -393,10 +393,10 @@ class AlternativeSearch:
             tries.add_refused(name)
             others = self._without_refused(first, refused, others)
         else:
-            chunks = found.plan.as_pipeline.num_chunks
-            step_s = tries.add(self._name(first, first.num, chunks), found)
-            if found is tries.best:
-                self.status.add(found)
+            chunks = result.plan.as_pipeline.num_chunks
+            step_s = tries.add(self._name(first, first.num, chunks), result)
+            if result is tries.best:
+                self.status.add(result)
             others = list(self._without_slower(first, step_s, others))
         return sorted(others, key=_order), error
 
@@ -433,13 +433,13 @@ class AlternativeSearch:
     ) -> None:
         """Record the alternatives that are not searched, grouped by axis."""
         groups: dict[tuple[Mesh, str], list[Alternative]] = {}
-        for each in alternatives:
-            groups.setdefault((each.mesh, each.axis), []).append(each)
+        for alternative in alternatives:
+            groups.setdefault((alternative.mesh, alternative.axis), []).append(alternative)
         for same in groups.values():
-            numbers = sorted(each.num for each in same)
+            numbers = sorted(alternative.num for alternative in same)
             name = self._name(same[0], numbers[-1])
             span = f"{numbers[0]} to " if len(numbers) > 1 else ""
-            record(span + name, min(each.bound_s for each in same))
+            record(span + name, min(alternative.bound_s for alternative in same))
 
     def _name(self, alternative: Alternative, num: int, per_device: int = 1) -> str:
         of_mesh = f" of {alternative.mesh}" if self.several else ""

@@ -94,9 +94,9 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if not isinstance(example_inputs, Sequence) or isinstance(example_inputs, str):
-        what = f"example_inputs is a {type(example_inputs).__name__}"
+        message = f"example_inputs is a {type(example_inputs).__name__}"
         raise AutoparError(
-            what,
+            message,
             remedy=(
                 "pass the batch as forward takes it: a mapping of keyword arguments, a sequence "
                 "of positional arguments, or a tensor"
@@ -145,9 +145,9 @@ def kind_of(model: nn.Module, batch: object) -> str | None:
     several types of devices, or all on meta.
     """
     types = {p.device.type for p in model.parameters()} - {"meta"}
-    given = {x.device.type for x in tree_leaves(batch) if isinstance(x, Tensor)} - {"meta"}
-    if types == {"cpu"} and len(given) == 1:
-        return given.pop()
+    device_types = {x.device.type for x in tree_leaves(batch) if isinstance(x, Tensor)} - {"meta"}
+    if types == {"cpu"} and len(device_types) == 1:
+        return device_types.pop()
     return types.pop() if len(types) == 1 else None
 
 
@@ -195,21 +195,21 @@ def default_hardware(device_type: str | None = None) -> str:
     measured profile, if any. A ``local`` profile without a device type was installed by hand and is
     always used. If no profile describes the GPU, a log message names the profile used instead.
     """
-    wanted = device_type or ("cuda" if torch.cuda.is_available() else None)
+    required_type = device_type or ("cuda" if torch.cuda.is_available() else None)
     if _is_own(HardwareProfile.local_path()):
         measured = HardwareProfile.load("local").device_type
-        if wanted is None or measured in ("", wanted):
+        if required_type is None or measured in ("", required_type):
             return "local"
     if not torch.cuda.is_available() or device_type == "cpu":
         return "cpu-gloo"
     device_name = torch.cuda.get_device_name()
     profile, is_its_own = HardwareProfile.of_gpu(device_name)
     if not is_its_own:
-        what = (
+        template = (
             "no profile for %s; using the times of %s. Run `autopar profile --device cuda` to "
             "measure this machine (about half a minute)"
         )
-        _warn_once(what, device_name, profile)
+        _warn_once(template, device_name, profile)
     return profile
 
 
@@ -253,6 +253,6 @@ def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptio
 
 
 def _warn_once(what: str, *words: str) -> None:
-    if (said := what % words) not in _told:
-        _told.add(said)
-        log.warning(said)
+    if (message := what % words) not in _told:
+        _told.add(message)
+        log.warning(message)

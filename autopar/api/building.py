@@ -105,10 +105,10 @@ class Structure:
                 parameter.detach().to("meta"), requires_grad=parameter.requires_grad
             )
         for buffer in model.buffers():
-            kept = (
+            buffer_copy = (
                 buffer.detach().clone() if buffer.numel() <= _KEPT else buffer.detach().to("meta")
             )
-            memo.setdefault(id(buffer), kept)
+            memo.setdefault(id(buffer), buffer_copy)
         modes = {path: module.training for path, module in model.named_modules()}
         try:
             copied = copy.deepcopy(model, memo)
@@ -129,12 +129,12 @@ class Structure:
             RuntimeStateError: if there is no copy.
         """
         if self.model is None:
-            what = (
+            message = (
                 "cannot plan for another mode or other batch shapes, because the model cannot be "
                 f"copied: {self.refusal}"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     "compile the model for that call and load its state with load_state_dict, or "
                     "pad the batch"
@@ -173,18 +173,20 @@ def variant_options(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOpti
         storage: the layout in which each parameter is stored.
     """
     options = recorded_options(plan)
-    kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
+    constraints = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
     stages = _stages(plan)
-    kept = [replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in kept]
+    constraints = [
+        replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in constraints
+    ]
     few: tuple[Constraint, ...] = (
         rests_as(storage),
-        *(c for c in kept if isinstance(c, Offloaded)),
+        *(c for c in constraints if isinstance(c, Offloaded)),
         *stages,
     )
     all_of_them = (
         rests_as(storage),
-        *kept,
-        *(() if any(isinstance(c, Megatron) and c.pp != 1 for c in kept) else stages),
+        *constraints,
+        *(() if any(isinstance(c, Megatron) and c.pp != 1 for c in constraints) else stages),
     )
     free = replace(options, num_microbatches="auto", loss_rows="auto", constraints=())
     return replace(free, constraints=all_of_them), replace(free, constraints=few)
@@ -195,24 +197,24 @@ def storage_of(module: ParallelModule) -> dict[str, Layout]:
     reads it.
     """
     stages = module.program.stages
-    held = {name: module.resting(name) for name, _ in module.named_parameters()}
-    return held | {t.name: t.layout for stage in stages for t in stage.parameters}
+    layouts = {name: module.resting(name) for name, _ in module.named_parameters()}
+    return layouts | {t.name: t.layout for stage in stages for t in stage.parameters}
 
 
 def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     """Return the pipeline of a plan as a constraint, with the same cuts."""
-    made = plan.as_pipeline
-    if not made.axis:
+    stages = plan.as_pipeline
+    if not stages.axis:
         return ()
-    chunks = made.num_chunks
-    schedule = made.schedule if chunks > 1 or made.num_microbatches > 1 else "1f1b"
-    cuts = made.modules
+    chunks = stages.num_chunks
+    schedule = stages.schedule if chunks > 1 or stages.num_microbatches > 1 else "1f1b"
+    cuts = stages.modules
     return (
         pipeline(
-            made.axis,
+            stages.axis,
             schedule=schedule,
             cuts=cuts,
-            independent=made.independent,
+            independent=stages.independent,
             chunks=chunks if chunks > 1 else None,
         ),
     )
@@ -309,9 +311,9 @@ def parallel_module(
         "auto",
         "loss",
     )  # a call without labels returns no loss, so "loss" is not possible
-    wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
+    outputs = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
     module = ParallelModule(
-        program, devices, model, **{**order.build, "outputs": wanted}, shared=shared
+        program, devices, model, **{**order.build, "outputs": outputs}, shared=shared
     )
     object.__setattr__(module, "plan", plan)
     if shared is None:
@@ -321,10 +323,10 @@ def parallel_module(
         )
         for line in idle(plan) if rank() == 0 else ():
             log.warning(line)
-        usual = wanted == settle_outputs(
+        usual = outputs == settle_outputs(
             "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
         )
-        further = options if usual else replace(options, outputs=wanted)
+        further = options if usual else replace(options, outputs=outputs)
         structure = Structure.of(model)
         module.modes = _modes_followed(model, structure)
         builder = _VariantBuilder(
@@ -376,8 +378,12 @@ class _VariantBuilder:
             module: the main module. training: the mode. args, kwargs: the call.
         """
         # each rank holds the parameters of its stages only
-        alike = torch.is_grad_enabled() and module.program.is_single
-        trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
+        shares_parameters = torch.is_grad_enabled() and module.program.is_single
+        trained = (
+            {name: p.requires_grad for name, p in module.named_parameters()}
+            if shares_parameters
+            else {}
+        )
         mode = "train" if training else "eval"
         call = f"{mode} mode, {shapes_of(args, kwargs)}{told_trained(trained)}"
         agree(call, "batch or mode", self.devices)
@@ -410,15 +416,15 @@ class _VariantBuilder:
                 self.backend,
                 otherwise,
             )
-            made = parallel_module(order, args, kwargs, module)
-        made.train(training)
-        made.modes = FollowedModes(None, module.modes.now, module.modes.now)
-        made.only_forward = (
+            variant = parallel_module(order, args, kwargs, module)
+        variant.train(training)
+        variant.modes = FollowedModes(None, module.modes.now, module.modes.now)
+        variant.only_forward = (
             only_forward
-            and made.plan.options["inference"]
+            and variant.plan.options["inference"]
             and not plan.options.get("inference", False)
         )
-        return made
+        return variant
 
 
 def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
@@ -468,11 +474,11 @@ def _plan_together(
     if plan is not None:
         _check_outputs(plan, request.options.outputs)
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
-        found = _plan_here(order, args, kwargs)
-        plan, key = found.plan, found.key
-        if found.planned is not None and found.trace is not None:
-            validate_before_run(as_planned(found.trace, plan), plan, found.planned.program)
-            return plan, found.planned.program
+        result = _plan_here(order, args, kwargs)
+        plan, key = result.plan, result.key
+        if result.planned is not None and result.trace is not None:
+            validate_before_run(as_planned(result.trace, plan), plan, result.planned.program)
+            return plan, result.planned.program
     elif plan is None:
         with announced(f"compiles {type(request.model).__name__}{_describe_request(request)}"):
             plan, captured, key = _from_rank_zero(order, args, kwargs)
@@ -538,8 +544,8 @@ def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> No
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
     made_for = plan.options.get("outputs", "dtensor")
     if outputs not in (made_for, "auto") and "loss" in (outputs, made_for):
-        what = f"the plan was made for outputs={made_for!r}, but outputs={outputs!r} was passed"
-        raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
+        message = f"the plan was made for outputs={made_for!r}, but outputs={outputs!r} was passed"
+        raise PlanError(message, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
 def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
@@ -549,12 +555,12 @@ def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     except ConstraintError as error:
         if order.otherwise is None:
             raise
-        found = find_plan(replace(order.request, options=order.otherwise), args, kwargs)
+        result = find_plan(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning(
             "dropping constraints on layouts that cannot hold for this call: %s",
             error.what,
         )
-        return found
+        return result
 
 
 def _from_rank_zero(
@@ -569,8 +575,8 @@ def _from_rank_zero(
     key = ""
     if dist.get_rank() == 0:
         try:
-            found = _plan_here(order, args, kwargs)
-            box, trace, key = [("plan", found.plan.dumps())], found.trace, found.key
+            result = _plan_here(order, args, kwargs)
+            box, trace, key = [("plan", result.plan.dumps())], result.trace, result.key
         # The other ranks wait in the broadcast. They receive the error, then every rank raises.
         except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)

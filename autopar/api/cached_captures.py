@@ -83,9 +83,9 @@ def captures_cached(*, use: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def recorded_captures() -> Iterator[list[Trace]]:
     """Record the captures that `trace_call` makes."""
-    found: list[Trace] = []
-    token = _RECORDED.set(found)
+    traces: list[Trace] = []
+    token = _RECORDED.set(traces)
     try:
-        yield found
+        yield traces
     finally:
         _RECORDED.reset(token)

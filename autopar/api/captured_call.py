@@ -89,11 +89,11 @@ class CapturedCall:
 
     def options_without_stages(self) -> PlanOptions:
         """Return the options without constraints on pipelines."""
-        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
+        constraints = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         return (
             self.options
-            if len(kept) == len(self.options.constraints)
-            else replace(self.options, constraints=kept)
+            if len(constraints) == len(self.options.constraints)
+            else replace(self.options, constraints=constraints)
         )
 
     def note_loss_rows(self, planned: Planned) -> Planned:

@@ -189,7 +189,7 @@ class Staging(CapturedCall):
             if plain_s * (num + (ranks - 1) / chunks) / (num + ranks - 1) >= fast_enough:
                 break
             try:
-                found = self.in_stages(
+                result = self.in_stages(
                     replace(pipelined, schedule=INTERLEAVED, chunks=chunks), num, fast_enough
                 )
             except (TooSlow, InfeasibleError, ConstraintError) as error:
@@ -197,9 +197,9 @@ class Staging(CapturedCall):
                     "no plan with %d stages per device along %r: %s", chunks, pipelined.axis, error
                 )
                 break
-            if found.plan.prediction.step_s >= fast_enough:
+            if result.plan.prediction.step_s >= fast_enough:
                 break
-            best, chunks = found, chunks * 2
+            best, chunks = result, chunks * 2
         if best is None:
             assert refusal is not None, "1F1B has a plan, or is too slow"
             raise refusal
@@ -325,7 +325,7 @@ class Chooser(Staging):
                 break
             self.status.begin(f"a loss by {rows} rows", 0)
             try:
-                found = replace(self, rows=rows)._find_fastest(self.limit_to_beat(best, limit_s))
+                result = replace(self, rows=rows)._find_fastest(self.limit_to_beat(best, limit_s))
             except KeyboardInterrupt:
                 if best is None:
                     raise
@@ -337,9 +337,9 @@ class Chooser(Staging):
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
                 continue
-            if best is None or found.plan.prediction.step_s < best.plan.prediction.step_s:
-                best = found
-            if not is_bound_by_memory(found.plan):
+            if best is None or result.plan.prediction.step_s < best.plan.prediction.step_s:
+                best = result
+            if not is_bound_by_memory(result.plan):
                 break
         return best
 
@@ -433,11 +433,11 @@ class Chooser(Staging):
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
         assert tries.best is not None, "a search without a plan is refused"
-        found = note_tries(tries.best, tries.summaries)
-        if self._returns_the_same or not (self._may_have_stages and leaves_room(found)):
-            return found
+        result = note_tries(tries.best, tries.summaries)
+        if self._returns_the_same or not (self._may_have_stages and leaves_room(result)):
+            return result
         log.info(_NO_STAGES)
-        return add_coverage(found, _NO_STAGES)
+        return add_coverage(result, _NO_STAGES)
 
     def _may_be_cut(self, tries: Tries) -> bool:
         """Whether microbatches that were not requested may be tried."""
@@ -497,20 +497,20 @@ class Chooser(Staging):
         find = cache(lambda num: here._in_microbatches(num, limit_s))
         numbers = self.parts() if free else ()
         try:
-            found = find(numbers[0]) if numbers else None
-            if found is None and any(map(find, self._fitting_best(numbers[1:]))):
-                found = next(filter(None, map(find, numbers[1:])), None)
+            result = find(numbers[0]) if numbers else None
+            if result is None and any(map(find, self._fitting_best(numbers[1:]))):
+                result = next(filter(None, map(find, numbers[1:])), None)
         except ConstraintError as error:
             log.info("the batch is not split into microbatches: %s", error.what)
             raise refusal from None
-        if found is None:
+        if result is None:
             raise refusal
         log.warning(
             "planned %d sequential microbatches, because all at once %s",
-            found.plan.num_microbatches,
+            result.plan.num_microbatches,
             refusal.what,
         )
-        return found
+        return result
 
     def _fitting_best(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of microbatches that need least memory: one sample per microbatch, or

@@ -101,8 +101,10 @@ def _check_options_with_plan(plan: object, options: Mapping[str, Any]) -> None:
         name for name in options if name not in ("batch", "outputs")
     ]  # these also affect how the plan is run
     if plan is not None and passed:
-        what = f"{' and '.join(passed)} passed together with plan=, which already has its options"
-        raise PlanError(what, remedy="omit these options, or omit the plan")
+        message = (
+            f"{' and '.join(passed)} passed together with plan=, which already has its options"
+        )
+        raise PlanError(message, remedy="omit these options, or omit the plan")
 
 
 _OF_THE_MODULE = (

@@ -39,20 +39,22 @@ def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
         MeshError: if there is less than one device, or the count is not a multiple of the node
             size.
     """
-    here, whole = _whole(devices)
+    here, full_axes = _whole(devices)
     cut = [
         [(f"{name}0", size // inner), (f"{name}1", inner)]
-        for name, size in whole.items()
+        for name, size in full_axes.items()
         for inner in _inner(size)
     ]
-    found = [whole]
+    axis_choices = [full_axes]
     for pair in cut:
         name = pair[0][0][:-1]
         axes = [
-            axis for own, size in whole.items() for axis in (pair if own == name else [(own, size)])
+            axis
+            for own, size in full_axes.items()
+            for axis in (pair if own == name else [(own, size)])
         ]
-        found.append(dict(axes))
-    return tuple(Mesh(axes, devices_per_node=here) for axes in found)
+        axis_choices.append(dict(axes))
+    return tuple(Mesh(axes, devices_per_node=here) for axes in axis_choices)
 
 
 def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
@@ -60,10 +62,10 @@ def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
 
     Arguments and errors are as in `shapes`.
     """
-    here, whole = _whole(devices)
-    if len(whole) > 1:
+    here, full_axes = _whole(devices)
+    if len(full_axes) > 1:
         return ()
-    ((name, size),) = whole.items()
+    ((name, size),) = full_axes.items()
     sizes = [
         (size // inner // middle, middle, inner)
         for inner in _inner(size)
@@ -97,9 +99,9 @@ def _in_nodes(num_devices: int) -> tuple[int, int]:
         )
     here = min(num_devices, DEVICES_PER_NODE)
     if num_devices % here:
-        what = f"{num_devices} devices is not a multiple of {DEVICES_PER_NODE} devices per node"
+        message = f"{num_devices} devices is not a multiple of {DEVICES_PER_NODE} devices per node"
         raise MeshError(
-            what,
+            message,
             remedy=(
                 "pass (nodes, devices per node), as (3, 4), or an autopar.Mesh with the axes of "
                 "the machine"

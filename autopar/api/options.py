@@ -52,8 +52,8 @@ def takes_options(call: Call) -> Callable[[F], F]:
             )
             for name in options_of(call)
         ]
-        whole = here.replace(parameters=[*named, *options])
-        function.__signature__ = whole  # type: ignore[attr-defined]
+        full_signature = here.replace(parameters=[*named, *options])
+        function.__signature__ = full_signature  # type: ignore[attr-defined]
         function.__doc__ = _with_texts(function.__doc__, call)
         return function
 

@@ -48,8 +48,8 @@ def recorded_options(plan: Plan) -> PlanOptions:
         for name, option in OPTIONS.items()
         if option.is_recorded and name in known
     }
-    own = plan.as_pipeline.rank_budgets
-    settings["memory_bytes"] = None if own else known.get("memory_bytes")
+    rank_budgets = plan.as_pipeline.rank_budgets
+    settings["memory_bytes"] = None if rank_budgets else known.get("memory_bytes")
     return PlanOptions(
         **{
             **settings,
@@ -69,11 +69,11 @@ def _is_requested(plan: Plan, hardware: Hardware) -> bool:
     if not set(named) <= set(HardwareProfile.names()):
         return False
     profiles = tuple(map(HardwareProfile.load, named))
-    own: Hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
-    if mark.profile_hash != own.hash:
+    recorded: Hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
+    if mark.profile_hash != recorded.hash:
         return False
     budgets = (
-        PlanOptions().budget(profile_of(own, plan.stage_axis, rank))
+        PlanOptions().budget(profile_of(recorded, plan.stage_axis, rank))
         for rank in range(len(profiles))
     )
     return plan.options.get("memory_bytes") not in set(budgets)
@@ -113,8 +113,10 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
             if alone
             else ""
         )
-        what = "\n    ".join(("the plan does not fit this call:", *differs))
-        raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
+        message = "\n    ".join(("the plan does not fit this call:", *differs))
+        raise PlanError(
+            message, remedy=f"{start}plan again, or pass the plan of this model and mesh"
+        )
 
 
 def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
@@ -166,16 +168,16 @@ def _first(names: Collection[str]) -> str:
     """Return some of the names, with equal names of repeated modules merged, and the number of the
     others.
     """
-    alike: dict[str, list[str]] = {}
+    names_by_pattern: dict[str, list[str]] = {}
     for name in sorted(names):
         path, slash, rest = name.partition("/")
-        alike.setdefault(f"{_INDEX.sub('*', path)}{slash}{rest}", []).append(name)
-    told = [
+        names_by_pattern.setdefault(f"{_INDEX.sub('*', path)}{slash}{rest}", []).append(name)
+    texts = [
         f"{pattern} ({len(found)} times)" if len(found) > 1 else found[0]
-        for pattern, found in list(alike.items())[:_SHOWN]
+        for pattern, found in list(names_by_pattern.items())[:_SHOWN]
     ]
-    num_more = sum(len(found) for found in list(alike.values())[_SHOWN:])
-    return f"{', '.join(told)}{f' and {num_more} more' if num_more else ''}"
+    num_more = sum(len(found) for found in list(names_by_pattern.values())[_SHOWN:])
+    return f"{', '.join(texts)}{f' and {num_more} more' if num_more else ''}"
 
 
 def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:

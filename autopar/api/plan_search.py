@@ -159,14 +159,14 @@ def _alternatives(
     for chooser in choosers:
         pipelined = chooser.free_stages
         assert pipelined is not None, "only calls without requested stages have alternatives"
-        for each in chooser.alternatives(pipelined):
-            wanted = reference.plan if reference is not None else None
-            if wanted is None or (each.mesh, each.axis, each.num) == (
-                wanted.mesh,
-                wanted.stage_axis,
-                wanted.num_microbatches,
+        for alternative in chooser.alternatives(pipelined):
+            reference_plan = reference.plan if reference is not None else None
+            if reference_plan is None or (alternative.mesh, alternative.axis, alternative.num) == (
+                reference_plan.mesh,
+                reference_plan.stage_axis,
+                reference_plan.num_microbatches,
             ):
-                yield each
+                yield alternative
 
 
 def _better(

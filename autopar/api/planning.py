@@ -89,8 +89,8 @@ def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
     if is_late:
         why, remedy = "the time limit was reached", "pass a larger time_limit_s"
     else:
-        what = "cuts and stages" if plan.stage_axis else "layouts"
-        why = f"the bound over all {what} is not tighter"
+        planned_choices = "cuts and stages" if plan.stage_axis else "layouts"
+        why = f"the bound over all {planned_choices} is not tighter"
         remedy = (
             f"autopar.explain(plan) shows what the bound covers; gap={plan.proof.gap:.2g} accepts "
             "this plan"
@@ -201,14 +201,14 @@ def plan_call(
             "optimizer state"
         )
     refuse_parts(trace, chosen.batch)
-    wanted = (
+    outputs = (
         "auto"
         if request.is_further and chosen.outputs == "loss" and trace.loss is None
         else chosen.outputs
     )
     inference, has_loss = not trace.differentiable, trace.loss is not None
     chosen = replace(
-        chosen, inference=inference, outputs=settle_outputs(wanted, has_loss, inference)
+        chosen, inference=inference, outputs=settle_outputs(outputs, has_loss, inference)
     )
     trace = as_wanted(trace, chosen.outputs)
     budget, status = WorkBudget.of(chosen), SearchStatus(progress)
@@ -237,9 +237,9 @@ def plan_call(
     holds = partial(speak_of, chosen.constraints)
     try:
         with collected_seldom():
-            found = PlanSearch(chooser, chosen, meshes, further, holds, budget).run()
+            result = PlanSearch(chooser, chosen, meshes, further, holds, budget).run()
     except InfeasibleError as error:
-        if wanted == "auto" and chosen.outputs == "full" and has_loss:
+        if outputs == "auto" and chosen.outputs == "full" and has_loss:
             log.warning(
                 "full outputs do not fit into memory together with the loss, so each rank keeps "
                 "its shard: %s",
@@ -249,9 +249,9 @@ def plan_call(
             return plan_call(replace(request, options=parts), args, kwargs, progress=progress)
         if len(meshes) > 1:
             raise
-        found = find_low_memory_plan(error, chooser(meshes[0]))
-    found = found.closer_proven(in_time=not chosen.is_late)
-    return trace, with_waits(warn_of_gap(found, is_late=chosen.is_late), devices, part_of)
+        result = find_low_memory_plan(error, chooser(meshes[0]))
+    result = result.closer_proven(in_time=not chosen.is_late)
+    return trace, with_waits(warn_of_gap(result, is_late=chosen.is_late), devices, part_of)
 
 
 @contextmanager

@@ -124,10 +124,10 @@ def find_low_memory_plan(error: InfeasibleError, chooser: Chooser) -> Planned:
         tried = (
             f"; {error.what}" if stages is not None and stages.axis else ""
         )  # names the stage that needs most
-        what = between + shortage.describe_conflict(proven) + tried if between else error.what
+        message = between + shortage.describe_conflict(proven) + tried if between else error.what
     remedy = error.remedy + ("" if stages is not None else _advise_stages(chooser))
     needed = error.needed_bytes if smallest is None else smallest.num_bytes
-    raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
+    raise InfeasibleError(message, where=error.where, remedy=remedy, needed_bytes=needed) from error
 
 
 def _advise_stages(chooser: Chooser) -> str:
@@ -147,7 +147,7 @@ def _describe_need(proven: Need | None, smallest: Need | None) -> str:
     of = (
         f" of {proven.where}" if proven.where else ""
     )  # names the type of unequal device that lacks memory
-    what = f"no plan {fits} into {size_text(proven.budget_bytes)} per device{of}"
+    message = f"no plan {fits} into {size_text(proven.budget_bytes)} per device{of}"
     least = (
         f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all alternatives "
         "tried)"
@@ -158,11 +158,11 @@ def _describe_need(proven: Need | None, smallest: Need | None) -> str:
         )
         if smallest.where:
             return (
-                f"{what}: at least {least} is needed; the smallest plan found needs {small} on "
+                f"{message}: at least {least} is needed; the smallest plan found needs {small} on "
                 f"{smallest.where}"
             )
-        return f"{what}: the minimum that would suffice is between {least} and {small}"
-    return "" if proven.fits else f"{what}: at least {least} is needed"
+        return f"{message}: the minimum that would suffice is between {least} and {small}"
+    return "" if proven.fits else f"{message}: at least {least} is needed"
 
 
 @dataclass

@@ -61,10 +61,10 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
     Raises:
         ValidationError: with the first value that does not follow from the trace.
     """
-    found = validate(reference, plan, program)
-    log.info("validated: %s", found)
-    for what in found.unproven:
-        log.warning("not validated: %s", what)
+    validated = validate(reference, plan, program)
+    log.info("validated: %s", validated)
+    for unproven in validated.unproven:
+        log.warning("not validated: %s", unproven)
 
 
 def refuse_unproven(
@@ -261,18 +261,18 @@ def refuse_parts(trace: Trace, batch: str) -> None:
             values of the whole batch.
     """
     if batch == "local" and (known := _known_inputs(trace)):
-        what = (
+        message = (
             'batch="local" is not possible: forward reads the values of '
             f"{' and '.join(map(repr, known))}, of which each rank has only a part"
         )
-        raise ConstraintError(what, where=_first_read(known), remedy='pass batch="global"')
+        raise ConstraintError(message, where=_first_read(known), remedy='pass batch="global"')
     if batch == "local" and trace.loss is None and trace.differentiable:
-        what = (
+        message = (
             'batch="local" is not possible: the model returns no loss, so the weight of each '
             "rank's loss in the total is unknown"
         )
         raise ConstraintError(
-            what, remedy='pass batch="global", or compute and return the loss in forward'
+            message, remedy='pass batch="global", or compute and return the loss in forward'
         )
 
 
@@ -391,20 +391,20 @@ def trace_part(
         CoupledError: if samples depend on each other.
     """
     for i in whole.given_back:
-        what = (
+        message = (
             f"input {i.path!r} requires a gradient, which is not supported with stages or "
             "microbatches"
         )
         raise ConstraintError(
-            what,
+            message,
             remedy="pass it without requires_grad, or use no pipeline and num_microbatches=1",
         )
     if num > 1 and (read := _known_inputs(whole)):
-        what = (
+        message = (
             f"forward reads the values of {' and '.join(map(repr, read))}, which belong to the "
             "whole batch"
         )
-        raise CoupledError(what, where=_first_read(read), remedy="pass num_microbatches=1")
+        raise CoupledError(message, where=_first_read(read), remedy="pass num_microbatches=1")
     known = {} if known is None else known
     known[batch_size(args, kwargs)] = whole
 
@@ -445,12 +445,12 @@ def _of_parts(
     try:
         return trace_call(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
-        what = (
+        message = (
             f"the model accepts the whole batch, but not a part with {batch_size(args, kwargs)} "
             f"samples: {error.what}"
         )
         raise CoupledError(
-            what,
+            message,
             where=error.where,
             remedy="make forward accept any number of samples, or pass num_microbatches=1",
         ) from error

@@ -82,8 +82,8 @@ def change_options(
             add, or a text cannot be read.
     """
     left_out: list[str] = []
-    for what in without:
-        options, gone = _without(options, what)
+    for removed in without:
+        options, gone = _without(options, removed)
         left_out += gone
     obeyed, more = obeyed_by(options), tuple(more)
     for constraint in more:
@@ -106,12 +106,12 @@ def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
 def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions, Sequence[str]]:
     """Return the options without a constraint, and the removed constraint as the user writes it."""
     is_name = isinstance(what, str) and "(" not in what
-    said = (
+    label = (
         in_words(what if isinstance(what, Constraint) else parse_constraint(what))
         if not is_name
         else str(what).strip()
     )
-    gone = [each for each in obeyed_by(options) if said == (_name(each) if is_name else each)]
+    gone = [each for each in obeyed_by(options) if label == (_name(each) if is_name else each)]
     if not gone:
         there = obeyed_by(options)
         remedy = (
@@ -119,12 +119,14 @@ def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions,
             if there
             else "the plan has no constraints: omit without="
         )
-        raise ConstraintError(f"the plan has no constraint {said}", remedy=remedy)
-    kept = tuple(c for c in options.constraints if in_words(c) not in gone)
+        raise ConstraintError(f"the plan has no constraint {label}", remedy=remedy)
+    constraints = tuple(c for c in options.constraints if in_words(c) not in gone)
     free = any(_name(each) == _NUMBER for each in gone)
     return (
         replace(
-            options, constraints=kept, num_microbatches="auto" if free else options.num_microbatches
+            options,
+            constraints=constraints,
+            num_microbatches="auto" if free else options.num_microbatches,
         ),
         gone,
     )
@@ -182,12 +184,12 @@ class WhatIf:
 
     def __str__(self) -> str:
         peak, budget = size(self.peak_bytes), size(self.budget_bytes)
-        where = (
+        hardware = (
             self.hardware
             if self.best.mesh.axes == self.plan.mesh.axes
             else f"{self.hardware} and mesh {self.best.mesh}"
         )
-        before, made = self.plan.prediction.step_s, self.best.prediction
+        before, prediction = self.plan.prediction.step_s, self.best.prediction
         forced = ", ".join(obeyed_by(recorded_options(self.best)))
         under = (
             f", {forced} forced{'' if self.change else ' as well'},"
@@ -201,7 +203,7 @@ class WhatIf:
                 (
                     f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: "
                     f"planned for {self.plan.fingerprint.profile}, evaluated on "
-                    f"{' '.join(filter(None, (where, self.change)))}"
+                    f"{' '.join(filter(None, (hardware, self.change)))}"
                 ),
                 (
                     f"the plan takes {seconds(self.step_s)} per step there ({seconds(before)} on "
@@ -209,8 +211,8 @@ class WhatIf:
                     f"{'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device"
                 ),
                 (
-                    f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of"
-                    f" {size(made.peak_bytes)}"
+                    f"the plan made for {hardware}{under} takes {seconds(prediction.step_s)} with "
+                    f"a peak of {size(prediction.peak_bytes)}"
                 ),
                 (
                     f"regret {share(self.regret, signed=True)}; at most "
@@ -284,12 +286,12 @@ def what_if(
     )
     if there.axes == plan.mesh.axes:
         peaks = plan.as_pipeline.peaks
-        found = Carried(reprice_plan(plan, part, there, devices, new_options), peaks)
+        result = Carried(reprice_plan(plan, part, there, devices, new_options), peaks)
     else:
         outputs = plan.options.get("outputs", "dtensor")
         returned = returned_of(part, how, outputs)
-        found = carry_plan(plan, part, there, devices, new_options, _bytes_of(trace), returned)
-    peak_bytes, budget_bytes = _tightest(plan, found, devices, new_options)
+        result = carry_plan(plan, part, there, devices, new_options, _bytes_of(trace), returned)
+    peak_bytes, budget_bytes = _tightest(plan, result, devices, new_options)
     new_options = (
         change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     )
@@ -310,7 +312,7 @@ def what_if(
     return WhatIf(
         plan,
         devices.name,
-        found.step_s,
+        result.step_s,
         peak_bytes,
         best,
         budget_bytes,
@@ -349,9 +351,9 @@ def flips(
     args, kwargs = as_call(batch)
     devices = of_plan(plan, hardware)
     if devices.hash != plan.fingerprint.profile_hash:
-        what = f"the plan was not made for this profile {devices.name}"
+        message = f"the plan was not made for this profile {devices.name}"
         raise PlanError(
-            what,
+            message,
             remedy=(
                 "pass the profile that it was made for as hardware=, or call autopar.what_if "
                 "with this one"

@@ -120,15 +120,15 @@ def _divide(
     mine = [group for group in groups if group.module == module]
     if mine and module in (INPUTS, *CROSSING):  # not a module with copies
         return [(mine[0], instances)]
-    found = [(group, common) for group in mine if (common := _common(instances, group.instances))]
-    left = _without(instances, [i for _, common in found for i in common])
-    if not left:
-        return found
-    if len(found) == 1 and len(found[0][1]) == len(found[0][0].instances):
-        found[0][0].instances = instances
-        return [(found[0][0], instances)]
-    groups.append(ModuleGroup(module, left))
-    return [*found, (groups[-1], left)]
+    shared = [(group, common) for group in mine if (common := _common(instances, group.instances))]
+    remaining = _without(instances, [i for _, common in shared for i in common])
+    if not remaining:
+        return shared
+    if len(shared) == 1 and len(shared[0][1]) == len(shared[0][0].instances):
+        shared[0][0].instances = instances
+        return [(shared[0][0], instances)]
+    groups.append(ModuleGroup(module, remaining))
+    return [*shared, (groups[-1], remaining)]
 
 
 def _common(instances: Instances, others: Instances) -> Instances:
@@ -288,12 +288,12 @@ class ModulePart:
 def label(part: ModulePart, names: Sequence[str]) -> str:
     """Return the parallelism as text: ``data over node, sequence over gpu; weights ZeRO-3 over node
     and gpu, on the hosts``."""
-    said = over(part.parallelism, names, PARALLELISMS)
+    text = over(part.parallelism, names, PARALLELISMS)
     if set(part.parallelism) == {"replicated"}:
-        said = "replicated"
+        text = "replicated"
     sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
     rest = ", ".join(filter(None, (sharded, "on the hosts" if part.has_offloaded_weight else "")))
-    return f"{said}; weights {rest}" if rest else said
+    return f"{text}; weights {rest}" if rest else text
 
 
 def breakdown(plan: Plan) -> tuple[ModulePart, ...]:
@@ -375,9 +375,11 @@ def copies_of(instances: Instances, module: str, pattern: str) -> str:
 
 
 def _part(plan: Plan, group: ModuleGroup) -> ModulePart:
-    communications, kept = group.communications, group.kept
+    communications, kept_values = group.communications, group.kept
     weights = tuple(
-        _weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter"
+        _weight(entry, communications, kept_values)
+        for entry in group.entries
+        if entry.kind == "parameter"
     )
     part = ModulePart(group.module, group.instances, weights=weights, entries=tuple(group.entries))
     axes = range(len(plan.mesh.axes))
@@ -388,7 +390,7 @@ def _part(plan: Plan, group: ModuleGroup) -> ModulePart:
         sharded=tuple(_describe_sharding(weights, axis) for axis in axes),
         compute_s=sum(entry.time_s * len(entry.instances) for entry in group.entries) + recompute_s,
         transfers=_transfers(communications),
-        kept_bytes=sum(_kept_bytes(k, group.entries, plan.mesh.shape) for k in kept),
+        kept_bytes=sum(_kept_bytes(k, group.entries, plan.mesh.shape) for k in kept_values),
         recomputed=tuple(entry.op for entry in again),
         recompute_s=recompute_s,
     )
@@ -452,8 +454,8 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
     storage, working = entry.nodes[-1].strategy.outputs[0], entry.nodes[0].strategy.outputs[0]
     sums = next(iter(entry.nodes[0].strategy.inputs), storage).plain
     arcs = [c for c in communications if c.node == node and c.phase == "forward"]
-    left = {c.source for c in arcs}
-    compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in left)) or (working,)
+    sources = {c.source for c in arcs}
+    compute = tuple(dict.fromkeys(c.target for c in arcs if c.target not in sources)) or (working,)
     copies = any(layout != working for k in kept if k.node == node for layout in k.layouts)
     return Weight(
         star_indices(node.partition("/")[0]).rpartition(".")[2],
@@ -473,29 +475,29 @@ def _describe_sharding(weights: Iterable[Weight], axis: int) -> str:
     for weight in weights:
         gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
         if isinstance(weight.storage.placements[axis], Shard) and gathered:
-            held = weight.kept or isinstance(weight.working.placements[axis], Replicate)
+            is_kept = weight.kept or isinstance(weight.working.placements[axis], Replicate)
             scattered = isinstance(weight.sums.placements[axis], Shard)
-            words.add(("ZeRO-2" if scattered else "ZeRO-1") if held else "ZeRO-3")
+            words.add(("ZeRO-2" if scattered else "ZeRO-1") if is_kept else "ZeRO-3")
     return max(words, default="")
 
 
 def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
-    found: dict[tuple[str, str, int], Transfer] = {}
+    transfers: dict[tuple[str, str, int], Transfer] = {}
     for c in communications:
         collective: Collective = c.collective
         key = (c.phase, collective.kind, collective.axis)
-        before = found.get(key, Transfer(*key, 0, 0, 0.0))
+        before = transfers.get(key, Transfer(*key, 0, 0, 0.0))
         n = len(c.instances)
         size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(
             collective.kind, collective.bytes
         )  # bytes that one rank puts in; of halo and swap, the bytes that it sends
-        found[key] = replace(
+        transfers[key] = replace(
             before,
             num=before.num + n,
             bytes=before.bytes + n * size,
             time_s=before.time_s + n * c.time_s,
         )
-    return tuple(found.values())
+    return tuple(transfers.values())
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
@@ -503,14 +505,14 @@ def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int])
     if kept.is_copy:
         return kept.bytes * len(kept.instances)
     shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts if not layout.host}
-    resting = dict[tuple[int, ...], Layout]()
+    storage_of = dict[tuple[int, ...], Layout]()
     for e in entries:
         if e.kind != "compute" and any(c.node == kept.node for c in e.nodes):
-            resting |= dict.fromkeys(e.instances, e.nodes[0].strategy.outputs[0])
+            storage_of |= dict.fromkeys(e.instances, e.nodes[0].strategy.outputs[0])
     here = () if crosses(kept.node) else kept.instances
-    own = sum(shares.get(resting[i], 0.0) for i in here if i in resting)
+    stored_share = sum(shares.get(storage_of[i], 0.0) for i in here if i in storage_of)
     total = len(kept.instances) * sum(shares.values())
-    return round(kept.bytes * len(kept.instances) * (1 - own / total)) if total else 0
+    return round(kept.bytes * len(kept.instances) * (1 - stored_share / total)) if total else 0
 
 
 def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:

@@ -109,8 +109,8 @@ def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
         names: the name of each axis.
         role: ``weight``, ``activation`` or ``image``, which determines the names of dims.
     """
-    said = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
-    return f"{said}, on the hosts" if layout.host else said
+    text = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
+    return f"{text}, on the hosts" if layout.host else text
 
 
 def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterator[str]:

@@ -64,16 +64,16 @@ def step_parts(plan: Plan) -> StepParts:
     pipeline = plan.as_pipeline
     busy_s = [sum(stage.prediction.simulated_s for stage in stages) for stages in pipeline.ranks]
     rank = max(range(len(busy_s)), key=busy_s.__getitem__)
-    each = zip(*map(_busy, pipeline.ranks[rank]), strict=True)
+    rank_sums = zip(*map(_busy, pipeline.ranks[rank]), strict=True)
     compute_s, again_s, slowed_s, exposed_s, arriving_s = (
-        pipeline.num_microbatches * sum(part) for part in each
+        pipeline.num_microbatches * sum(part) for part in rank_sums
     )
     waiting_s = (
         plan.prediction.simulated_s - pipeline.num_microbatches * busy_s[rank] - pipeline.handed_s
     )
-    where = rank if pipeline.axis else None
+    rank_key = rank if pipeline.axis else None
     return StepParts(
-        where, compute_s, again_s, slowed_s, exposed_s, arriving_s, pipeline.handed_s, waiting_s
+        rank_key, compute_s, again_s, slowed_s, exposed_s, arriving_s, pipeline.handed_s, waiting_s
     )
 
 

@@ -156,8 +156,8 @@ def _fp32_result(op: Any) -> _Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """Run the op with a float32 result, unless its caller passes a dtype."""
-        given = args[position] if len(args) > position else kwargs.get("dtype")
-        if given is None and _is_cast(args[0]):
+        dtype = args[position] if len(args) > position else kwargs.get("dtype")
+        if dtype is None and _is_cast(args[0]):
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
         return _call_outside(op, args, kwargs, None)
 
@@ -246,7 +246,7 @@ def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[N
             remedy="enter only the torch.autocast of the device that the model is planned for",
         )
     meant = "cuda" if on_gpu or "cuda" in around else "cpu"
-    own = torch.autocast
+    autocast = torch.autocast
     with ExitStack() as stack, _Lists() as lists:
         if around:
             for kind in KINDS:  # set directly: torch.autocast("cuda") needs a GPU
@@ -257,9 +257,15 @@ def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[N
                 )
         if meant == "cuda":
             stack.enter_context(lists.use_gpu_lists())
-        stack.enter_context(mock.patch.object(own, "__init__", _accept_any_device(own.__init__)))
-        stack.enter_context(mock.patch.object(own, "__enter__", lists.wrap_enter(own.__enter__)))
-        stack.enter_context(mock.patch.object(own, "__exit__", lists.wrap_exit(own.__exit__)))
+        stack.enter_context(
+            mock.patch.object(autocast, "__init__", _accept_any_device(autocast.__init__))
+        )
+        stack.enter_context(
+            mock.patch.object(autocast, "__enter__", lists.wrap_enter(autocast.__enter__))
+        )
+        stack.enter_context(
+            mock.patch.object(autocast, "__exit__", lists.wrap_exit(autocast.__exit__))
+        )
         stack.enter_context(
             mock.patch.object(autocast_mode, "_cast", _cast_anywhere(autocast_mode._cast))
         )

@@ -59,8 +59,8 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        what, remedy = _binding_error(signature, args, kwargs, str(error))
-        raise CallError(what, remedy=remedy) from None
+        message, remedy = _binding_error(signature, args, kwargs, str(error))
+        raise CallError(message, remedy=remedy) from None
 
 
 def bind_arguments(
@@ -73,9 +73,9 @@ def bind_arguments(
         args: positional arguments; the call must bind.
         kwargs: keyword arguments.
     """
-    found = dict(signature.bind(*args, **kwargs).arguments)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    return found | found.pop(more, {})
+    return arguments | arguments.pop(more, {})
 
 
 def _binding_error(
@@ -104,8 +104,8 @@ def _binding_error(
             signature, unknown[0]
         ) + takes
     if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        what = f"forward() takes {len(places)} positional arguments, but {len(args)} were passed"
-        return what, takes
+        message = f"forward() takes {len(places)} positional arguments, but {len(args)} were passed"
+        return message, takes
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]
     if missing:
         return f"forward() is missing {', '.join(map(repr, missing))}", takes
@@ -285,19 +285,19 @@ def find_called(
         paths: paths of modules.
         run: calls the copy.
     """
-    seen: set[str] = set()
+    called: set[str] = set()
     copied = _copy_module(model)
     if copied is None:
         return set(paths)
     try:
         for path in paths:
             copied.get_submodule(path).register_forward_pre_hook(
-                lambda _module, _args, path=path: seen.add(path)
+                lambda _module, _args, path=path: called.add(path)
             )
         run(copied)
     except Exception:  # a model may raise any error for tensors without data
         return set(paths)
-    return seen
+    return called
 
 
 def argument_of(path: str, model: nn.Module) -> str:

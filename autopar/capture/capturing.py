@@ -124,13 +124,15 @@ class Border:
     def widen(self) -> None:
         """Cast gradients to the stored dtype of their parameters or the dtype of their inputs; must
         run after the passes, which match the ops that compute gradients."""
-        made = list(self._output.args[0])
+        results = list(self._output.args[0])
         for position, ((kind, name), _) in enumerate(self.results):
             if kind == "gradient":
-                made[position] = widen_gradient(made[position], self.stored[name])
+                results[position] = widen_gradient(results[position], self.stored[name])
             elif kind == "input gradient":
-                made[position] = widen_gradient(made[position], self.raw.in_leaves[name][1].dtype)
-        self._output.args = (tuple(made),)
+                results[position] = widen_gradient(
+                    results[position], self.raw.in_leaves[name][1].dtype
+                )
+        self._output.args = (tuple(results),)
         sweep(self.graph)
 
     def state_placeholders(self) -> list[fx.Node]:
@@ -150,9 +152,9 @@ class Border:
         )  # the node of a gradient may be the backward of a draw, which was replaced
         self.results = [*now, (("mutation", random.STATE), next_state(self.graph, state))]
         self._output.args = (tuple(node for _, node in self.results),)
-        resting = [node for node in self.state_placeholders() if node is not state]
-        if resting:
-            resting[-1].append(state)
+        buffers = [node for node in self.state_placeholders() if node is not state]
+        if buffers:
+            buffers[-1].append(state)
 
     def _enter(self, node: fx.Node, kind: tuple[str, Any]) -> None:
         if kind in self.nodes:
@@ -167,23 +169,23 @@ class Border:
 
     def _results(self) -> list[tuple[tuple[str, Any], fx.Node]]:
         output = self._output
-        found: dict[tuple[str, Any], fx.Node] = {}
+        sums: dict[tuple[str, Any], fx.Node] = {}
         for (kind, name), node in zip(self.raw.results, output.args[0], strict=True):
             entry = (kind, self.first.get(name, name))
             if node is None:
                 continue
-            if entry in found:
+            if entry in sums:
                 with self.graph.inserting_before(output):
                     node = emit(
-                        node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node)
+                        node, torch.ops.aten.add.Tensor, (sums[entry], node), shape_of(node)
                     )
-            found[entry] = node
+            sums[entry] = node
         # Sort gradients in the order of the parameters. The gradient of a tied parameter would
         # otherwise be at the position of its last name, which folding does not preserve.
         ranks = {name: rank for rank, (_, name) in enumerate(self.nodes)}
-        groups = {group: [entry for entry in found if entry[0] == group] for group in _GROUPS}
+        groups = {group: [entry for entry in sums if entry[0] == group] for group in _GROUPS}
         groups["gradient"].sort(key=lambda entry: ranks[entry[1]])
-        results = [(entry, found[entry]) for group in groups.values() for entry in group]
+        results = [(entry, sums[entry]) for group in groups.values() for entry in group]
         output.args = (tuple(node for _, node in results),)
         return results
 
@@ -513,10 +515,10 @@ def _normal_form(
     """
     graph = raw.graph
     tell_of_unkept(raw.unkept)
-    given = zip(
+    kinds = zip(
         (node for node in graph.nodes if node.op == "placeholder"), raw.placeholders, strict=True
     )
-    label(graph, [node for node, (kind, _) in given if kind == "tangent"], raw.held_elsewhere)
+    label(graph, [node for node, (kind, _) in kinds if kind == "tangent"], raw.held_elsewhere)
     refuse_float8(graph)
     refuse_sparse(graph)
     if shortened is not None:

@@ -50,9 +50,9 @@ def with_loss_only(trace: Trace) -> Trace:
         CaptureError: the model returns no loss.
     """
     if trace.loss is None:
-        found = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
+        outputs_text = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
         raise CaptureError(
-            f'outputs="loss", but the model returns no loss (it returns {found})',
+            f'outputs="loss", but the model returns no loss (it returns {outputs_text})',
             remedy='pass outputs="full"',
         )
     dropped = {o.path for o in trace.outputs if not o.is_loss}
@@ -61,13 +61,13 @@ def with_loss_only(trace: Trace) -> Trace:
     graph = copy_graph(trace.graph)
     end = next(iter(reversed(graph.nodes)))
     outputs = tuple(o for o in trace.outputs if o.is_loss)
-    kept = [
+    positions = [
         position
         for position in range(len(end.args[0]))
         if position >= len(trace.outputs) or trace.outputs[position].is_loss
     ]
-    place = {before: now for now, before in enumerate(kept)}
-    end.args = (tuple(end.args[0][position] for position in kept),)
+    place = {before: now for now, before in enumerate(positions)}
+    end.args = (tuple(end.args[0][position] for position in positions),)
     sweep(graph)
 
     def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
@@ -131,14 +131,14 @@ class Head:
 def heads_of(trace: Trace) -> tuple[tuple[Head, ...], tuple[str, ...]]:
     """Return the cross entropies that can be computed by rows, and the reason for each one that
     cannot."""
-    found: list[Head] = []
+    heads: list[Head] = []
     refusals: list[str] = []
     for gradient in calls(trace.graph, ops.cross_entropy_backward):
         try:
-            found.append(_head(gradient))
+            heads.append(_head(gradient))
         except _NoMatchError as error:
             refusals.append(str(error))
-    return tuple(found), tuple(refusals)
+    return tuple(heads), tuple(refusals)
 
 
 def loss_by_rows(trace: Trace, rows: int) -> Trace:
@@ -276,12 +276,12 @@ def _only_user(node: fx.Node, target: object, at: str) -> fx.Node:
 def _terms(logits: fx.Node) -> tuple[str, str, str]:
     """Return the letters of the rows, ``d`` and ``v`` in a product ``[…rows, d] · [v, d] → […rows,
     v]``."""
-    left, right, result = (
+    left_term, right, result = (
         term.strip() for side in str(logits.args[0]).split("->") for term in side.split(",")
     )
-    rows, inner, out = result[:-1], left[-1], result[-1]
+    rows, inner, out = result[:-1], left_term[-1], result[-1]
     _expect(
-        left == rows + inner and right == out + inner,
+        left_term == rows + inner and right == out + inner,
         f"the weight of {logits.meta['module'] or 'the model'} does not have the dims [v, d]",
     )
     return rows, inner, out
@@ -337,15 +337,15 @@ def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
     otherwise."""
     _expect(factor.target is aten.mul.Tensor, f"the rows of the loss of {at} have weights")
     valid, scalar = factor.args
-    seen = (
+    visible = (
         valid.args[0]
         if isinstance(valid, fx.Node) and valid.target is aten._to_copy.default
         else valid
     )
     plain = (
-        isinstance(seen, fx.Node)
-        and seen.target is aten.ne.Scalar
-        and seen.args == (labels, ignored)
+        isinstance(visible, fx.Node)
+        and visible.target is aten.ne.Scalar
+        and visible.args == (labels, ignored)
     )
     _expect(
         plain and isinstance(scalar, fx.Node) and not shape_of(scalar),
@@ -357,15 +357,15 @@ def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
 def _rewrite(graph: fx.Graph, head: Head, rows: int) -> None:
     like, losses = head.logits, head.losses
     with graph.inserting_before(losses):
-        made = graph.call_function(
+        fused = graph.call_function(
             ops.linear_cross_entropy, (head.hidden, head.weight, head.labels, head.ignored, rows)
         )
-        made.meta.update({name: like.meta[name] for name in ("phase", "module", "source")})
-        made.meta["val"] = (losses.meta["val"], head.hidden.meta["val"], head.weight.meta["val"])
+        fused.meta.update({name: like.meta[name] for name in ("phase", "module", "source")})
+        fused.meta["val"] = (losses.meta["val"], head.hidden.meta["val"], head.weight.meta["val"])
         parts = []
-        for number, value in enumerate(made.meta["val"]):
-            part = graph.call_function(operator.getitem, (made, number))
-            part.meta.update({**made.meta, "val": value})
+        for number, value in enumerate(fused.meta["val"]):
+            part = graph.call_function(operator.getitem, (fused, number))
+            part.meta.update({**fused.meta, "val": value})
             parts.append(part)
     losses.replace_all_uses_with(parts[0])
     for gradient, part in ((head.d_hidden, parts[1]), (head.d_weight, parts[2])):

@@ -154,15 +154,15 @@ def as_capture_error(error: BaseException) -> CaptureError:
     """Convert an error that torch raised during a capture to a CaptureError with the user's
     line."""
     lines = (line for line in str(error).splitlines() if line.strip())
-    what = next(lines, type(error).__name__).strip()
+    message = next(lines, type(error).__name__).strip()
     frames = "".join(_frames(error))
     source = user_line(frames) or user_line(str(error))
     text = str(error).partition(_USER_CODE)[0]  # without quoted code, which may match by chance
     return (
-        _of_known_function(what, frames, text, source)
-        or _of_result(error, what, text, source)
+        _of_known_function(message, frames, text, source)
+        or _of_result(error, message, text, source)
         or _of_pattern(text, source)
-        or _of_graph(error, what, text, source)
+        or _of_graph(error, message, text, source)
     )
 
 
@@ -243,8 +243,8 @@ def _marked_remedy(text: str) -> str:
 def reads_a_value(where: Where) -> CaptureError:
     """Return the error for a number that is read from a tensor and then decides a shape or another
     part of the graph."""
-    what = "the model cannot be captured as one graph: forward reads the value of a tensor"
-    return CaptureError(what, where=where, remedy=_READS)
+    message = "the model cannot be captured as one graph: forward reads the value of a tensor"
+    return CaptureError(message, where=where, remedy=_READS)
 
 
 def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
@@ -252,7 +252,7 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
     unchanged."""
     shown = " and ".join(map(repr, names))
     if names and refusal.remedy == _DEFAULT_REMEDY:
-        what = (
+        message = (
             f"{refusal.what}; before this, forward reads a value that depends only on the values of"
             f" {shown}"
         )
@@ -260,14 +260,14 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
             "if these values are the cause, pass the value that forward computes from"
             f" {shown} as an argument; otherwise, {_DEFAULT_REMEDY}"
         )
-        return CaptureError(what, where=refusal.where, remedy=remedy)
+        return CaptureError(message, where=refusal.where, remedy=remedy)
     if refusal.remedy not in _ON_VALUES or not names:
         return refusal
-    what = f"{refusal.what}; it depends only on the values of {shown}"
+    message = f"{refusal.what}; it depends only on the values of {shown}"
     remedy = (
         f"{refusal.remedy}; or pass the value that forward computes from {shown} as an argument"
     )
-    return CaptureError(what, where=refusal.where, remedy=remedy)
+    return CaptureError(message, where=refusal.where, remedy=remedy)
 
 
 class ReadsInputs(CaptureError):
@@ -293,9 +293,9 @@ def of_flex_attention(
         remedy: what to do; a dense mask is suggested in any case.
         op: the function that was called.
     """
-    what = f"a call of torch.nn.attention.flex_attention {why}"
+    message = f"a call of torch.nn.attention.flex_attention {why}"
     return CaptureError(
-        what,
+        message,
         where=Where(op=op, source=source),
         remedy=f"{remedy}; or {_DENSE}" if remedy else _DENSE,
     )
@@ -326,11 +326,11 @@ def _reshapes(name: str, method: str, source: str) -> CaptureError:
         " does not change the caller's tensor"
     )
     view = method.removesuffix("_")
-    taken = f"create the view as a new tensor: `{name} = {name}.{view}(...)`"
+    replacement = f"create the view as a new tensor: `{name} = {name}.{view}(...)`"
     remedy = (
         f"compute a new tensor of that shape and assign it to a name: `{name} = ...`"
         if view in _NO_VIEWS
-        else taken
+        else replacement
     )
     return CaptureError(problem, where=Where(source=source), remedy=remedy)
 
@@ -418,13 +418,13 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
         return True
     finally:
         for module, attributes, parameters, buffers in before:
-            for held, now in (
+            for state, now in (
                 (attributes, vars(module)),
                 (parameters, module._parameters),
                 (buffers, module._buffers),
             ):
                 now.clear()
-                now.update(held)
+                now.update(state)
 
 
 def refuse_unseen(model: nn.Module) -> None:

@@ -67,8 +67,8 @@ def _fake_call(node: fx.Node) -> Any:
         if node.target is torch.ops.aten.bincount.default:
             raise of_changing_shapes(_where(node)) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        what = f"the op cannot run on tensors without data: {reason}"
-        raise CaptureError(what, where=_where(node), remedy="use another op") from error
+        message = f"the op cannot run on tensors without data: {reason}"
+        raise CaptureError(message, where=_where(node), remedy="use another op") from error
 
 
 def _make_viewable(node: fx.Node) -> None:

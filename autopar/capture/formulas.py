@@ -235,13 +235,13 @@ class _Terms:
             isinstance(each, int | float | dict) for each in operands
         ):
             return None
-        found = rule(*operands)
+        terms = rule(*operands)
         fits = (
-            found is not None
-            and len(found) <= _MOST_TERMS
-            and max((sum(powers) for powers in found), default=0) <= _MOST_POWER
+            terms is not None
+            and len(terms) <= _MOST_TERMS
+            and max((sum(powers) for powers in terms), default=0) <= _MOST_POWER
         )
-        return found if fits else None
+        return terms if fits else None
 
 
 def _match_activation(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
@@ -262,24 +262,24 @@ def _match_activation(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     """Yield a node and the nodes that it may be a polynomial of, the nearest first."""
-    seen, waiting = {node}, [node]
-    while waiting and len(seen) <= _MOST_SOURCES:
+    visited, waiting = {node}, [node]
+    while waiting and len(visited) <= _MOST_SOURCES:
         here = waiting.pop(0)
         if float_dtype(here) is not None:
             yield here
         for operand in here.all_input_nodes if name_of(here) in _RULES else ():
-            if operand not in seen:
-                seen.add(operand)
+            if operand not in visited:
+                visited.add(operand)
                 waiting.append(operand)
 
 
 def _users_of_users(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the polynomial ops that use a node directly or through other polynomial ops."""
-    seen, waiting = {node}, [node]
+    visited, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop(0).users:
-            if user not in seen and name_of(user) in _RULES:
-                seen.add(user)
+            if user not in visited and name_of(user) in _RULES:
+                visited.add(user)
                 waiting.append(user)
                 yield user
 
@@ -298,29 +298,30 @@ def _as_polynomial(x: Polynomial | float) -> Polynomial:
 
 
 def _sum(a: Polynomial | float, b: Polynomial | float, sign: float = 1.0) -> Polynomial:
-    left, right = _as_polynomial(a), _as_polynomial(b)
+    left_terms, right = _as_polynomial(a), _as_polynomial(b)
     total = {
-        powers: left.get(powers, 0.0) + sign * right.get(powers, 0.0) for powers in (*left, *right)
+        powers: left_terms.get(powers, 0.0) + sign * right.get(powers, 0.0)
+        for powers in (*left_terms, *right)
     }
     return {powers: coefficient for powers, coefficient in total.items() if coefficient}
 
 
 def _product(a: Polynomial | float, b: Polynomial | float) -> Polynomial:
     total: dict[tuple[int, int], float] = {}
-    for (x, t), left in _as_polynomial(a).items():
+    for (x, t), left_factor in _as_polynomial(a).items():
         for (more_x, more_t), right in _as_polynomial(b).items():
             powers = x + more_x, t + more_t
-            total[powers] = total.get(powers, 0.0) + left * right
+            total[powers] = total.get(powers, 0.0) + left_factor * right
     return total
 
 
 def _power(a: Polynomial | float, exponent: Polynomial | float) -> Polynomial | None:
     if not isinstance(exponent, int | float) or exponent not in range(1, _MOST_POWER + 1):
         return None
-    found = _as_polynomial(a)
+    power = _as_polynomial(a)
     for _ in range(int(exponent) - 1):
-        found = _product(found, a)
-    return found
+        power = _product(power, a)
+    return power
 
 
 def _quotient(a: Polynomial | float, b: Polynomial | float) -> Polynomial | None:
@@ -379,32 +380,30 @@ def join_norms(graph: fx.Graph) -> None:
     """Replace each root-mean-square norm in a graph of torch functions."""
     places = FormulaPlaces(graph)
     for node in list(graph.nodes):
-        found = _match_call(node) if name_of(node) == "rms_norm" else _match_formula(node)
-        if found is None or any(
-            places.any_change(reader, found.result) for reader in found.readers
-        ):
+        norm = _match_call(node) if name_of(node) == "rms_norm" else _match_formula(node)
+        if norm is None or any(places.any_change(reader, norm.result) for reader in norm.readers):
             continue
-        with graph.inserting_before(found.result):
-            both = graph.call_function(ops.normed, found.args)
+        with graph.inserting_before(norm.result):
+            both = graph.call_function(ops.normed, norm.args)
             joined = graph.call_function(operator.getitem, (both, 0))
         both.meta = {
-            name: value for name, value in found.result.meta.items() if name != "example_value"
+            name: value for name, value in norm.result.meta.items() if name != "example_value"
         }
-        places.put(joined, found.result)
-        erase(graph, found.result, _NORM_OPS)
+        places.put(joined, norm.result)
+        erase(graph, norm.result, _NORM_OPS)
 
 
 def _match_call(node: fx.Node) -> _Norm | None:
-    given = dict(zip(_RMS_NORM, node.args, strict=False)) | dict(node.kwargs)
+    arguments = dict(zip(_RMS_NORM, node.args, strict=False)) | dict(node.kwargs)
     x, eps, weight, dtype = (
-        given.get("input"),
-        given.get("eps"),
-        given.get("weight"),
-        float_dtype(given.get("input")),
+        arguments.get("input"),
+        arguments.get("eps"),
+        arguments.get("weight"),
+        float_dtype(arguments.get("input")),
     )
     if (
         dtype is None
-        or len(tuple(given["normalized_shape"])) != 1
+        or len(tuple(arguments["normalized_shape"])) != 1
         or not isinstance(eps, float)
         or float_dtype(node) != dtype
     ):
@@ -415,11 +414,11 @@ def _match_call(node: fx.Node) -> _Norm | None:
 
 def _match_formula(root: fx.Node) -> _Norm | None:
     """Return the norm whose 1/√(…) or √(…) is `root`; None if there is none."""
-    found = _match_mean_square(root)
+    mean_square = _match_mean_square(root)
     dtype = float_dtype(root)
-    if found is None or dtype is None:
+    if mean_square is None or dtype is None:
         return None
-    squared, squares, eps = found
+    squared, squares, eps = mean_square
     x = _before_cast(squared) if float_dtype(squared) == dtype else squared
     if x is squared and torch.promote_types(_dtype(x), dtype) != dtype:
         return None
@@ -448,8 +447,8 @@ def _match_mean_square(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     if squares is None or squared is None or float_dtype(squared) is None:
         return None
     dtype = float_dtype(root)
-    alike = all(float_dtype(each) == dtype for each in (summed, mean, squares))
-    return (squared, squares, float(eps)) if alike else None
+    same_dtypes = all(float_dtype(each) == dtype for each in (summed, mean, squares))
+    return (squared, squares, float(eps)) if same_dtypes else None
 
 
 def _extend(norm: _Norm) -> _Norm:
@@ -493,8 +492,8 @@ def _match_scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
             else (None, None)
         )
         return top if bottom is root and isinstance(top, fx.Node) and top is not root else None
-    found = [each for each in _operands(node, "mul") if each is not root]
-    return found[0] if len(found) == 1 else None
+    others = [each for each in _operands(node, "mul") if each is not root]
+    return others[0] if len(others) == 1 else None
 
 
 def _split(node: fx.Node, name: str) -> tuple[fx.Node | None, Any]:
@@ -520,15 +519,15 @@ def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
 
 def _mean_of(node: fx.Node) -> fx.Node | None:
     """Return the operand of a mean over the last dim that keeps the dim; None for other nodes."""
-    given = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | dict(node.kwargs)
-    x, dim = given.get("input"), given.get("dim")
+    arguments = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | dict(node.kwargs)
+    x, dim = arguments.get("input"), arguments.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, list | tuple) else []
     if (
         name_of(node) != "mean"
         or not isinstance(x, fx.Node)
-        or not given.get("keepdim")
+        or not arguments.get("keepdim")
         or len(dims) != 1
-        or given.keys() - _MEAN
+        or arguments.keys() - _MEAN
     ):
         return None
     return x if dims[0] in (-1, len(shape_given(x)) - 1) else None
@@ -542,22 +541,22 @@ def _match_square(node: fx.Node) -> fx.Node | None:
         node
     ) == "square":
         return node.args[0] if isinstance(node.args[0], fx.Node) and not node.kwargs else None
-    found = set(_operands(node, "mul"))
-    return found.pop() if len(found) == 1 else None
+    factors = set(_operands(node, "mul"))
+    return factors.pop() if len(factors) == 1 else None
 
 
 def _weight(node: fx.Node, norm: _Norm) -> fx.Node | None:
     """Return the operand that a node multiplies by the norm, if its shape is that of the last dim
     of x."""
-    found = [
+    weights = [
         each
         for each in _operands(node, "mul")
         if each is not norm.result and float_dtype(each) is not None
     ]
     return (
-        found[0]
-        if len(found) == 1
-        and shape_given(found[0]) == shape_given(norm.x)[-1:]
+        weights[0]
+        if len(weights) == 1
+        and shape_given(weights[0]) == shape_given(norm.x)[-1:]
         and len(shape_given(norm.x)) > 1
         else None
     )

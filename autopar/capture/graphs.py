@@ -37,8 +37,10 @@ def is_tensor(node: Any) -> bool:
 
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
     """Return the nodes that call one of `targets`, in graph order."""
-    wanted = set(targets)
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in wanted]
+    target_set = set(targets)
+    return [
+        node for node in graph.nodes if node.op == "call_function" and node.target in target_set
+    ]
 
 
 def emit(

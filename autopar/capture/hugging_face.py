@@ -66,8 +66,8 @@ _FINDER = "find_packed_sequence_indices"  # of transformers.masking_utils
 @contextlib.contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Set `use_cache` to False in every configuration of `model`; restore it on exit."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if config is not None}
+    all_configs = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in all_configs if config is not None}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     try:
         for config in on:
@@ -417,12 +417,12 @@ def _experts_as_one_op(model: nn.Module) -> Iterator[None]:
     except ImportError:
         yield  # releases without this module have one nn.Module per expert
         return
-    found: dict[type[nn.Module], list[nn.Module]] = {}
+    modules_by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel") and hasattr(type(module), "_apply_gate"):
-            found.setdefault(type(module), []).append(module)
+            modules_by_class.setdefault(type(module), []).append(module)
     with contextlib.ExitStack() as stack:
-        for kind, modules in found.items():
+        for kind, modules in modules_by_class.items():
             if kind._apply_gate is _default_apply_gate and all(map(_is_common_expert, modules)):
                 stack.enter_context(mock.patch.object(kind, "forward", _experts_forward))
         yield
@@ -462,21 +462,21 @@ def _experts_forward(
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     up = up.unflatten(1, (2 if self.has_gate else 1, -1))
     act = _ACTS[type(self.act_fn).__name__]
-    made = ops.experts(
+    output = ops.experts(
         hidden_states.to(up.dtype), top_k_index, top_k_weights, up, down, act, up.shape[0]
     )
-    return made.to(hidden_states.dtype)
+    return output.to(hidden_states.dtype)
 
 
 def _positions_are_default(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     from transformers import PreTrainedModel
 
-    given = (
+    arguments = (
         inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
     )
     return (
         isinstance(model, PreTrainedModel)
-        and given.get("position_ids", kwargs.get("position_ids")) is None
+        and arguments.get("position_ids", kwargs.get("position_ids")) is None
     )
 
 

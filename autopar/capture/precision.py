@@ -176,9 +176,9 @@ def try_kernel(
         with as_written(), torch.random.fork_rng(devices=()):
             _known[key] = next(
                 (
-                    found
+                    trial
                     for size in _sizes(args, result)
-                    if (found := _trial(target, args, kwargs, result, size))
+                    if (trial := _trial(target, args, kwargs, result, size))
                 ),
                 None,
             )
@@ -201,8 +201,8 @@ def as_kernels_give(
         result: the fake result, with the dtypes that fake tensors promote to.
         fake: creates a fake tensor from a meta tensor and a device.
     """
-    found = try_kernel(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
-    if found is None or found.refusal or found.dtypes == _dtypes_of(result):
+    trial = try_kernel(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
+    if trial is None or trial.refusal or trial.dtypes == _dtypes_of(result):
         return result
 
     def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
@@ -212,11 +212,11 @@ def as_kernels_give(
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
 
     several = isinstance(result, list | tuple)
-    made = [
+    results = [
         with_dtype(x, dtype)
-        for x, dtype in zip(result if several else (result,), found.dtypes, strict=True)
+        for x, dtype in zip(result if several else (result,), trial.dtypes, strict=True)
     ]
-    return (made if isinstance(result, list) else tuple(made)) if several else made[0]
+    return (results if isinstance(result, list) else tuple(results)) if several else results[0]
 
 
 def settle_dtypes(
@@ -242,15 +242,15 @@ def settle_dtypes(
         if all(operand in alone for operand in node.all_input_nodes):
             alone.add(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-        found = (
+        trial = (
             try_kernel(node.target, args, kwargs, node.meta["val"])
             if is_mixed((args, kwargs))
             else None
         )
-        if found is None or not found.refusal:
+        if trial is None or not trial.refusal:
             continue
-        if precision is None or node not in alone or found.widest != _dtypes_of(node.meta["val"]):
-            raise _mixed_error(node, (args, kwargs), found.refusal, precision)
+        if precision is None or node not in alone or trial.widest != _dtypes_of(node.meta["val"]):
+            raise _mixed_error(node, (args, kwargs), trial.refusal, precision)
         _widen_operands(node, _widest(args))
 
 
@@ -267,7 +267,7 @@ def _mixed_error(
     names = " and ".join(
         sorted(str(dtype).removeprefix("torch.") for dtype in _dtypes_among(arguments))
     )
-    kept = (
+    remedy_start = (
         "a precision does not change the dtype of buffers and of tensors that forward creates: cast"
         " them before they are combined with other tensors, as in "
     )
@@ -280,7 +280,7 @@ def _mixed_error(
         remedy=(
             "cast the operands of the op to one dtype"
             if precision is None
-            else f"{kept}`x + self.table.to(x.dtype)`"
+            else f"{remedy_start}`x + self.table.to(x.dtype)`"
         ),
     )
 
@@ -335,10 +335,10 @@ def _sizes(args: Any, result: Any) -> Iterator[Size]:
 
 def _small(x: Any, size: Size, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(x, Tensor):
-        made = (
+        build = (
             torch.ones if _is_number(x.dtype) or x.dtype == torch.bool else torch.zeros
         )  # integers are valid indices
-        return made(
+        return build(
             tuple(map(size, x.shape)),
             dtype=dtype if dtype and _is_number(x.dtype) else x.dtype,
             device=device,
@@ -354,8 +354,8 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple, dict)) or (type(x) not in _ATOMS and isinstance(x, Mapping)):
-        for each in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(each)
+        for item in x.values() if isinstance(x, Mapping) else x:
+            yield from _tensors(item)
 
 
 def _dtypes_among(x: Any) -> set[torch.dtype]:

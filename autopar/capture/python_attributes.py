@@ -220,10 +220,10 @@ def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
     and `append` do."""
     name = re.findall(r"\w+", write.place.name)[-1]
     surplus: Counter[tuple[CodeType, int | None]] = Counter()
-    for each in set(code):
-        steps = list(dis.get_instructions(each))
+    for code_object in set(code):
+        steps = list(dis.get_instructions(code_object))
         for step, following in pairwise(steps):
-            line = each, step.positions.lineno if step.positions else None
+            line = code_object, step.positions.lineno if step.positions else None
             looks = (
                 step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST") and step.argval == name
             )
@@ -241,13 +241,13 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, left = set(), [node]
-    while left:
-        each = left.pop()
-        if each not in found:
-            found.add(each)
-            left += each.all_input_nodes
-    return found
+    ancestors, pending = set(), [node]
+    while pending:
+        node_now = pending.pop()
+        if node_now not in ancestors:
+            ancestors.add(node_now)
+            pending += node_now.all_input_nodes
+    return ancestors
 
 
 def _graph_text(notes: Notes, cached: dict[fx.Node, str]) -> list[str]:

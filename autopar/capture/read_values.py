@@ -22,7 +22,7 @@ def array_sources(sources: Iterable[str]) -> list[str]:
     Args:
         sources: those of the tensors that the graph reads.
     """
-    return [found[1] for name in sources if (found := _ARRAY.fullmatch(name))]
+    return [match[1] for name in sources if (match := _ARRAY.fullmatch(name))]
 
 
 class _Environment:
@@ -46,8 +46,10 @@ def variables_read(code: Iterable[CodeType]) -> Iterator[OutsideValue]:
         if isinstance(constant, str) and constant.isidentifier()
     }
     for name in sorted(names):
-        where = f"environment variable {name}"
-        yield OutsideValue(where, __name__, (("", "ENVIRONMENT"), ("", name)), os.environ.get(name))
+        name_text = f"environment variable {name}"
+        yield OutsideValue(
+            name_text, __name__, (("", "ENVIRONMENT"), ("", name)), os.environ.get(name)
+        )
 
 
 def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:

@@ -74,9 +74,9 @@ def _is_torchs_class(x: Tensor) -> bool:
     kind = type(x)
     if kind in (Tensor, nn.Parameter, nn.Buffer) or is_fake(x):
         return True
-    own = ("__torch_function__", "__torch_dispatch__")
+    methods = ("__torch_function__", "__torch_dispatch__")
     return issubclass(kind, nn.Parameter) and not any(
-        name in vars(base) for base in _own_bases(kind) for name in own
+        name in vars(base) for base in _own_bases(kind) for name in methods
     )
 
 
@@ -95,8 +95,8 @@ def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object
         for name, x in model.named_parameters()
         if not nn.parameter.is_lazy(x)
     ]
-    for what, name, x in (*parameters, *(("buffer", *each) for each in model.named_buffers())):
-        _refuse(f"the {what} {name!r}", unusual_kind(x) or _conjugate(x), name.rpartition(".")[0])
+    for role, name, x in (*parameters, *(("buffer", *each) for each in model.named_buffers())):
+        _refuse(f"the {role} {name!r}", unusual_kind(x) or _conjugate(x), name.rpartition(".")[0])
     for name, value in inputs:
         if isinstance(value, Tensor):
             _refuse(f"the input {name!r}", unusual_kind(value), "")

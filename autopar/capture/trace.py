@@ -412,7 +412,7 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
     """Return the paths of modules in Python lists and dicts (``blocks.0``) → the paths under which
     they are registered."""
     registered = {id(module): path for path, module in model.named_modules()}
-    found: dict[str, str] = {}
+    other_paths: dict[str, str] = {}
 
     def look(value: Any, path: str, depth: int) -> None:
         """Record the modules in a value, and in lists and dicts within it.
@@ -423,7 +423,7 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
             depth: remaining levels of lists and dicts to search.
         """
         if isinstance(value, nn.Module) and id(value) in registered:
-            found[path] = registered[id(value)]
+            other_paths[path] = registered[id(value)]
         elif isinstance(value, (list, tuple, dict)) and depth:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 look(item, f"{path}.{key}", depth - 1)
@@ -432,7 +432,7 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
         for name, value in vars(module).items():
             if not name.startswith("_"):
                 look(value, f"{prefix}.{name}".lstrip("."), _LEVELS)
-    return found
+    return other_paths
 
 
 def _registered_path(path: str, elsewhere: Mapping[str, str]) -> str:
@@ -460,7 +460,7 @@ def assign_keys(graph: fx.Graph) -> None:
     Nodes with the suffix `OF_BATCH` are not counted. The key of such a product follows that of its
     operand.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
         if str(node.meta.get("key", "")).endswith(OF_BATCH):
             node.meta["key"] = next(
@@ -469,8 +469,8 @@ def assign_keys(graph: fx.Graph) -> None:
             )
             continue
         stem = f"{node.meta['module']}/{op_name(node)}/{node.meta['phase']}"
-        node.meta["key"] = f"{stem}/{seen[stem]}"
-        seen[stem] += 1
+        node.meta["key"] = f"{stem}/{counts[stem]}"
+        counts[stem] += 1
 
 
 def op_name(node: fx.Node) -> str:

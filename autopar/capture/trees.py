@@ -34,8 +34,8 @@ def see_into_dataclasses(tree: Any) -> None:
         if _is_dataclass(leaf) and _holds_tensors(leaf)
     }:
         for kind in unseen:
-            taken = list(inspect.signature(kind).parameters)
-            if sorted(taken) != sorted(field.name for field in fields(kind)):
+            parameters = list(inspect.signature(kind).parameters)
+            if sorted(parameters) != sorted(field.name for field in fields(kind)):
                 raise CaptureError(
                     f"the dataclass {kind.__name__} is an argument or result of the model, but"
                     " cannot be constructed from its fields",
@@ -52,10 +52,10 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    held = pytree.tree_leaves([getattr(value, field.name, None) for field in fields(value)])
+    leaves = pytree.tree_leaves([getattr(value, field.name, None) for field in fields(value)])
     return any(
         isinstance(leaf, torch.Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
-        for leaf in held
+        for leaf in leaves
     )
 
 
@@ -155,10 +155,10 @@ def refuse_overlaps(model: nn.Module) -> None:
     Tensors in one storage that do not overlap, such as the flattened weights of recurrent layers,
     are allowed.
     """
-    held: dict[int, list[tuple[int, int, str]]] = {}
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         first, last = _extent(parameter)
-        for other_first, other_last, other in held.setdefault(
+        for other_first, other_last, other in ranges.setdefault(
             parameter.untyped_storage()._cdata, []
         ):
             if first < other_last and other_first < last:
@@ -167,7 +167,7 @@ def refuse_overlaps(model: nn.Module) -> None:
                     where=Where(module=name.rpartition(".")[0]),
                     remedy="tie them: assign the same nn.Parameter to both modules",
                 )
-        held[parameter.untyped_storage()._cdata].append((first, last, name))
+        ranges[parameter.untyped_storage()._cdata].append((first, last, name))
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

@@ -116,11 +116,11 @@ class _Dual:
         for n, op in enumerate(self.problem.ops):
             time_s = op.count * np.array([s.time_s for s in op.strategies])
             moved_s = op.count * np.array([s.communication_s for s in op.strategies])
-            beside = time_s - moved_s if op.kind == "compute" else 0.0 * time_s
+            overlapped_s = time_s - moved_s if op.kind == "compute" else 0.0 * time_s
             share = in_forward if op.phase == "forward" else in_backward
-            self.x.append(time_s - beside * (1.0 - share))
+            self.x.append(time_s - overlapped_s * (1.0 - share))
             if op.recomputable:
-                self.again[n] = time_s - beside * (1.0 - in_backward)
+                self.again[n] = time_s - overlapped_s * (1.0 - in_backward)
 
     def costs(self, v: int, *, later: bool) -> Floats:
         """Return the weighted seconds of each collective of a tensor. `later` selects backward of a
@@ -177,11 +177,11 @@ def lower_bound(
             choices only, and infinite if there are none. Backward may run an op again with any.
     """
     assert all(0.0 <= share <= 1.0 for share in balance), "balances outside of [0, 1] prove nothing"
-    dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
+    dual, saved_prices = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
     for row in rows:
-        _memory(dual, row, kept)
+        _memory(dual, row, saved_prices)
     for v in range(len(problem.variants)):
-        _tensor(dual, v, prices, float(kept[v]))
+        _tensor(dual, v, prices, float(saved_prices[v]))
     for n, strategies in (ruled_out or {}).items():
         dual.x[n][list(strategies)] = np.inf
     least = [float(costs.min()) for costs in dual.again.values()]
@@ -207,16 +207,21 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
 def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     """Add one tensor: rows (2), (3), (4) and (9)."""
     tensor = _PricedTensor.of(dual.problem, v)
-    graph, maker, made, reads = tensor.value.graph, tensor.value.op, tensor.made, tensor.reads
+    graph, maker, maker_layouts, reads = (
+        tensor.value.graph,
+        tensor.value.op,
+        tensor.made,
+        tensor.reads,
+    )
     now = {i: _prices(prices, (v, i, False), graph) for i in tensor.in_own_phase}
     for i, worth in now.items():
         dual.x[tensor.uses[i].op] += worth[reads[i]]
-        dual.x[maker] -= worth[made]
+        dual.x[maker] -= worth[maker_layouts]
     later = tensor.in_backward(dual.again)
     is_kept = bool(later) and tensor.value.phase == "forward"
-    wanted = [reads[i] for i in tensor.in_own_phase]
-    versions, worths = _versions(dual, v, made, wanted if is_kept else None)
-    _collectives(dual, v, now, made, wanted, worths[0], later=False)
+    read_layouts = [reads[i] for i in tensor.in_own_phase]
+    versions, worths = _versions(dual, v, maker_layouts, read_layouts if is_kept else None)
+    _collectives(dual, v, now, maker_layouts, read_layouts, worths[0], later=False)
     if is_kept:
         then = {i: _prices(prices, (v, i, True), graph) for i in later}
         _kept_tensor(dual, tensor, then, per_kept_byte, versions, worths)
@@ -245,9 +250,9 @@ class _PricedTensor:
         """Return the tensor with index `v`."""
         variant = problem.variants[v]
         value = problem.values[variant.value]
-        made = _layouts(problem, value.graph, value.op, "outputs", value.result)
+        maker_layouts = _layouts(problem, value.graph, value.op, "outputs", value.result)
         reads = [_layouts(problem, value.graph, u.op, "inputs", u.operand) for u in variant.uses]
-        return _PricedTensor(v, value, variant.uses, made, reads)
+        return _PricedTensor(v, value, variant.uses, maker_layouts, reads)
 
     @property
     def in_own_phase(self) -> list[int]:
@@ -283,30 +288,30 @@ def _kept_tensor(
         worths: μ, ν and ω in these layouts.
     """
     mu, nu, omega = worths
-    value, made, reads = tensor.value, tensor.made, tensor.reads
+    value, maker_layouts, reads = tensor.value, tensor.made, tensor.reads
     graph, maker = value.graph, value.op
-    dual.x[maker] -= 0.0 if value.resident else mu[made]
+    dual.x[maker] -= 0.0 if value.resident else mu[maker_layouts]
     for i, worth in then.items():
         again = tensor.uses[i].phase == value.phase
         (dual.again if again else dual.x)[tensor.uses[i].op] += worth[reads[i]]
     supplied = sum(then.values(), np.zeros(len(graph.layouts)))
     if value.resident:
-        dual.x[maker] -= supplied[made]
+        dual.x[maker] -= supplied[maker_layouts]
     if maker in dual.again:
-        dual.again[maker] -= supplied[made]
+        dual.again[maker] -= supplied[maker_layouts]
     kappa = np.zeros(len(graph.layouts))
     away = dual.away(tensor.v)
     keeping = np.minimum(per_kept_byte * np.array(graph.bytes, float) + nu + omega, away)
     kappa[versions] = np.maximum(0.0, supplied - mu - keeping)[versions]
     dual.total -= float(omega.sum())
-    dual.x[maker] -= kappa[made]
+    dual.x[maker] -= kappa[maker_layouts]
     for i in tensor.in_own_phase:
         dual.x[tensor.uses[i].op] -= kappa[reads[i]] + nu[reads[i]]
     _collectives(
         dual,
         tensor.v,
         then,
-        np.concatenate([versions, made]),
+        np.concatenate([versions, maker_layouts]),
         [reads[i] for i in then],
         np.zeros(len(graph.layouts)),
         later=True,
@@ -337,18 +342,20 @@ def _collectives(
     tails, heads = np.array([a.src for a in graph.arcs]), np.array([a.dst for a in graph.arcs])
     costs = variant.count * dual.costs(v, later=later)
     rises = np.array([w[heads] - w[tails] for w in worth.values()])
-    left = costs - np.maximum(0.0, rises).sum(0) - np.minimum(0.0, rises.max(0)) - arriving[heads]
-    if (left < 0.0).any():
+    reduced_costs = (
+        costs - np.maximum(0.0, rises).sum(0) - np.minimum(0.0, rises.max(0)) - arriving[heads]
+    )
+    if (reduced_costs < 0.0).any():
         num = len(graph.layouts)
         useful = (
             _reachable(tails, heads, supplied, num)[tails]
             & _reachable(heads, tails, wanted[0], num)[heads]
         )
-        dual.total += float(np.minimum(0.0, left)[useful].sum())
+        dual.total += float(np.minimum(0.0, reduced_costs)[useful].sum())
     share = dual.balance[1 if later or value.phase == "backward" else 0]
     for kernel in dual.problem.kernels.get((v, later), ()):
         most = max(
-            variant.count * share * hidden.saved_s - max(0.0, float(left[hidden.arc]))
+            variant.count * share * hidden.saved_s - max(0.0, float(reduced_costs[hidden.arc]))
             for hidden in kernel.hides
         )
         (dual.again if kernel.again else dual.x)[kernel.op][list(kernel.strategies)] -= max(

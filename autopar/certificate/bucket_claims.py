@@ -47,21 +47,21 @@ class BucketWalk:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each claim about buckets that does not hold."""
-        taken = [
+        members = [
             (b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members
         ]
         for phase, node, _, target in (
-            {name for name in taken if taken.count(name) > 1}
-            if len(set(taken)) < len(taken)
+            {name for name in members if members.count(name) > 1}
+            if len(set(members)) < len(members)
             else ()
         ):
             yield Finding(
                 "buckets", (f"the collective to {target} in {phase} is in two buckets"), node
             )
         for bucket in self.plan.buckets:
-            where = bucket.members[0].node if bucket.members else ""
-            for what in self._find_faults(bucket):
-                yield Finding("buckets", f"a bucket in {bucket.phase}: {what}", where)
+            bucket_place = bucket.members[0].node if bucket.members else ""
+            for fault in self._find_faults(bucket):
+                yield Finding("buckets", f"a bucket in {bucket.phase}: {fault}", bucket_place)
         saved_s, claimed_s = (
             sum(b.saved_s for b in self.plan.buckets),
             self.plan.prediction.in_buckets_s,
@@ -82,12 +82,12 @@ class BucketWalk:
         num_bytes = _bytes_before(
             c, members, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
         )
-        whole = Collective(
+        expected = Collective(
             c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes
         )
-        if c != whole:
+        if c != expected:
             yield (
-                f"a device contributes {num_bytes} bytes along dim {whole.dim}, which differs"
+                f"a device contributes {num_bytes} bytes along dim {expected.dim}, which differs"
                 f" from {c}"
             )
             return
@@ -141,18 +141,23 @@ class BucketWalk:
 
     def _member(self, c: Collective, step: Communication, shape: Sequence[int]) -> Iterator[str]:
         """Yield the reasons why a collective cannot be in a bucket."""
-        own, sizes = step.collective, self.plan.mesh.shape
-        if own.kind not in SHARING:
-            yield f"uses {own.kind}, which is not bucketed"
-        if (own.kind, own.axis, own.dtype, own.reduce_op) != (c.kind, c.axis, c.dtype, c.reduce_op):
+        collective, sizes = step.collective, self.plan.mesh.shape
+        if collective.kind not in SHARING:
+            yield f"uses {collective.kind}, which is not bucketed"
+        if (collective.kind, collective.axis, collective.dtype, collective.reduce_op) != (
+            c.kind,
+            c.axis,
+            c.dtype,
+            c.reduce_op,
+        ):
             yield (
-                f"uses {own.kind} of {own.dtype} along axis {own.axis}, but its bucket uses"
-                f" {c.kind} of {c.dtype} along axis {c.axis}"
+                f"uses {collective.kind} of {collective.dtype} along axis {collective.axis}, but "
+                f"its bucket uses {c.kind} of {c.dtype} along axis {c.axis}"
             )
         if step.kernel is not None:
             yield "is communicated by a kernel together with a matrix product"
-        if own.dtype not in FLOATS:
-            yield f"is {own.dtype}, but buckets hold floating-point tensors only"
+        if collective.dtype not in FLOATS:
+            yield f"is {collective.dtype}, but buckets hold floating-point tensors only"
         for layout in (step.source, step.target):
             if not is_even(layout, shape, sizes):
                 yield f"is sharded unevenly as {layout}"
@@ -213,7 +218,7 @@ def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tu
     Returns:
         (phase, kind, axis) → number of collectives and the sum of their bytes.
     """
-    found: dict[tuple[str, str, int], tuple[int, int]] = {}
+    issued: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def add(phase: str, c: Collective, sign: int) -> None:
         """Count a collective, or with `sign` -1 take it out of the count.
@@ -223,8 +228,8 @@ def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tu
             c: the collective.
             sign: 1 or -1.
         """
-        num, size = found.get((phase, c.kind, c.axis), (0, 0))
-        found[phase, c.kind, c.axis] = num + sign, size + sign * c.bytes
+        num, size = issued.get((phase, c.kind, c.axis), (0, 0))
+        issued[phase, c.kind, c.axis] = num + sign, size + sign * c.bytes
 
     for c in plan.communications:
         for _ in c.instances:
@@ -236,4 +241,4 @@ def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tu
             for step in steps:
                 if step.target == member.target:
                     add(bucket.phase, step.collective, -1)
-    return found
+    return issued

@@ -57,11 +57,11 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     for number, stage in enumerate(pipeline.stages):
         for name, value in stage.options.items():
             if value != plan.options.get(name):
-                what = (
+                message = (
                     f"stage {number} is planned with {name}={value!r}, but the plan with"
                     f" {plan.options.get(name)!r}"
                 )
-                yield Finding("memory" if name == "memory_bytes" else "model", what)
+                yield Finding("memory" if name == "memory_bytes" else "model", message)
     for number, share in enumerate(pipeline.budgets):
         if not 0 < share <= plan.budget_of(number):
             yield Finding(
@@ -98,22 +98,22 @@ def _crossed_values(part: Trace, cut: Cut, pipeline: Pipeline, number: int) -> d
 def _differences(
     number: int, claimed: Sequence[Crossed], derived: Mapping[str, Crossed]
 ) -> Iterator[Finding]:
-    where, counts = f"from stage {number} to the next", Counter(crossed.node for crossed in claimed)
+    place, counts = f"from stage {number} to the next", Counter(crossed.node for crossed in claimed)
     for key in (key for key in derived if key not in counts):
         yield Finding(
             "moves",
-            f"it is sent {where} as {_shown(derived[key])}, which is missing in the plan",
+            f"it is sent {place} as {_shown(derived[key])}, which is missing in the plan",
             key,
         )
     for key in (key for key, times in counts.items() if times > 1):
-        yield Finding("moves", f"the plan lists it twice {where}", key)
+        yield Finding("moves", f"the plan lists it twice {place}", key)
     for crossed in claimed:
         if crossed.node not in derived:
-            yield Finding("moves", f"no tensor of this name is sent {where}", crossed.node)
+            yield Finding("moves", f"no tensor of this name is sent {place}", crossed.node)
         elif crossed != derived[crossed.node]:
             yield Finding(
                 "moves",
-                f"it is sent {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}",
+                f"it is sent {place} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}",
                 crossed.node,
             )
 

@@ -156,12 +156,12 @@ class Decisions:
     def _listed_nodes(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
         """Return the nodes of an op for which the plan has an entry. A parameter is returned
         together with its storage."""
-        own = set(keys_of(self.priced, op))
+        listed_keys = set(keys_of(self.priced, op))
         source = self.priced.sources[op]
         return (
-            (own, {(parameter_key(n), storage_key(n)) for n in source.names})
+            (listed_keys, {(parameter_key(n), storage_key(n)) for n in source.names})
             if source.kind == "parameter" and self._rests
-            else (own,)
+            else (listed_keys,)
         )
 
     def _check_again(self, entry: Entry, op: int) -> Iterator[Finding]:
@@ -216,11 +216,11 @@ class Decisions:
                     and storable(p.shape, p.view, at, sizes)
                 )
                 if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
-                    what = (
+                    message = (
                         f"it cannot be stored as {at} with its gradient as"
                         f" {_list_inputs(choice.strategy)}"
                     )
-                    yield Finding("layouts", what, key)
+                    yield Finding("layouts", message, key)
 
     def _is_offered(self, op: int, strategies: tuple[Strategy, ...]) -> bool:
         """Return whether the problem offers these strategies of the nodes of an op together."""

@@ -105,7 +105,7 @@ class Facts:
         cast_to, tensors = only_widened(trace), dict[TensorKey, Tensor]()
         for node in trace.graph.nodes:
             for result, value in _values_of(node) if node.name in names else ():
-                found = tuple(readers.get((node.name, result), ()))
+                tensor_readers = tuple(readers.get((node.name, result), ()))
                 tensors[names[node.name], result] = Tensor(
                     key=names[node.name],
                     result=result,
@@ -113,10 +113,10 @@ class Facts:
                     shape=tuple(int(n) for n in value.shape),
                     dtype=value.dtype,
                     sum_dtype=_choose_sum_dtype(
-                        value.dtype, found, cast_to.get(node.name, value.dtype)
+                        value.dtype, tensor_readers, cast_to.get(node.name, value.dtype)
                     ),
                     resident=node.name in origins.resident,
-                    readers=found,
+                    readers=tensor_readers,
                     given=node.name in origins.given,
                 )
         leaving = {names[o.node] for o in trace.outputs if o.crosses and o.node in names}
@@ -173,9 +173,9 @@ class _Origins:
 def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the traced tensors that a node computes, with the index of each among its results."""
     value = node.meta.get("val")
-    for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
-        if isinstance(each, torch.Tensor):
-            yield result, each
+    for result, item in enumerate(value if isinstance(value, tuple | list) else (value,)):
+        if isinstance(item, torch.Tensor):
+            yield result, item
 
 
 def _choose_sum_dtype(
@@ -202,17 +202,17 @@ def _find_needed(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[st
         leaving: keys of values that other stages read.
     """
     makers: dict[str, list[str]] = {}
-    left = sorted(leaving)
+    pending = sorted(leaving)
     for tensor in tensors:
         for reader in tensor.readers if tensor.phase == "forward" else ():
             makers.setdefault(reader.key, []).append(tensor.key)
-            left += [tensor.key] if reader.phase == "backward" else []
+            pending += [tensor.key] if reader.phase == "backward" else []
     needed = set[str]()
-    while left:
-        key = left.pop()
+    while pending:
+        key = pending.pop()
         if key not in needed:
             needed.add(key)
-            left += makers.get(key, ())
+            pending += makers.get(key, ())
     return frozenset(needed)
 
 
@@ -227,17 +227,17 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
     """Yield each result of the graph and its reader: outputs of the model, new values of buffers,
     and gradients, which their parameters read."""
     outputs = next(iter(reversed(trace.graph.nodes))).args[0]
-    wanted = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
-    wanted += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
-    wanted += [
+    results = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
+    results += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
+    results += [
         (p.gradient, parameter_key(p.name), "backward")
         for p in trace.parameters
         if p.gradient is not None
     ]
-    wanted += [
+    results += [
         (i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None
     ]
-    for position, key, phase in wanted:
+    for position, key, phase in results:
         yield (outputs[position].name, 0), TensorReader(key, 0, phase)
 
 
@@ -263,19 +263,21 @@ class Claims:
         """Collect the claims of a plan by node and tensor. Claims about nodes that the model does
         not have are reported later."""
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
-        own: dict[tuple[str, str], tuple[Communication, ...]] = {}
+        inner_steps: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():
             if step.own:
-                own[node, step.phase] = (*own.get((node, step.phase), ()), step)
+                inner_steps[node, step.phase] = (*inner_steps.get((node, step.phase), ()), step)
                 continue
-            where = ((node, step.result), step.phase)
-            steps[where] = (*steps.get(where, ()), step)
-        kept: dict[TensorKey, tuple[Layout, ...]] = {}
+            place = ((node, step.result), step.phase)
+            steps[place] = (*steps.get(place, ()), step)
+        kept_layouts: dict[TensorKey, tuple[Layout, ...]] = {}
         for k in plan.kept:
             for indices in k.instances:
                 here = k.node.format(*indices), k.result
-                kept[here] = (*kept.get(here, ()), *k.layouts)
-        return Claims(plan.node_choices(), plan.recomputed_choices(), steps, kept, own)
+                kept_layouts[here] = (*kept_layouts.get(here, ()), *k.layouts)
+        return Claims(
+            plan.node_choices(), plan.recomputed_choices(), steps, kept_layouts, inner_steps
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -192,17 +192,19 @@ class OwnWalk:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each claim about these collectives that does not hold."""
-        left = dict(self.claims.own)
+        unchecked = dict(self.claims.own)
         for key, node in self.facts.nodes.items():
             for phase, choices in (
                 (node.meta["phase"], self.claims.chosen),
                 ("backward", self.claims.again),
             ):
                 if key in choices and (
-                    node.target in (ops.experts, ops.experts_backward) or (key, phase) in left
+                    node.target in (ops.experts, ops.experts_backward) or (key, phase) in unchecked
                 ):
-                    yield from self._node(node, phase, choices[key], left.pop((key, phase), ()))
-        for key, phase in left:
+                    yield from self._node(
+                        node, phase, choices[key], unchecked.pop((key, phase), ())
+                    )
+        for key, phase in unchecked:
             yield Finding(
                 "moves", (f"it has internal communication in {phase}, but does not run there"), key
             )
@@ -261,14 +263,14 @@ class OwnWalk:
         x, picks, _, up, down = (
             local_lengths(i.shape, at, sizes) for i, at in zip(infos, layouts, strict=True)
         )
-        pairs, features, made = math.prod(picks), x[1], down[1]
+        pairs, features, hidden = math.prod(picks), x[1], down[1]
         tokens, gates = infos[0].dtype, infos[2].dtype
         elements: list[tuple[int, torch.dtype]] = [(sizes[axis] * up[0], infos[1].dtype)]
         if node.target is ops.experts:
-            elements += [(pairs * features, tokens), (pairs * made, tokens)]
+            elements += [(pairs * features, tokens), (pairs * hidden, tokens)]
         else:
             elements += [
-                (pairs * (made + features), tokens),
+                (pairs * (hidden + features), tokens),
                 (pairs, gates),
                 (pairs * features, tokens),
                 (pairs, gates),
@@ -311,9 +313,9 @@ def product_dtype(reads: Infos) -> torch.dtype:
     """Return the dtype in which a product computes: that of its wider factor."""
     factors = [i.dtype for i in reads[:2]]
     dtype = torch.float32 if not factors else factors[0]
-    for each in factors[1:]:
-        wider = each.is_floating_point, each.itemsize
-        dtype = each if wider > (dtype.is_floating_point, dtype.itemsize) else dtype
+    for factor in factors[1:]:
+        wider = factor.is_floating_point, factor.itemsize
+        dtype = factor if wider > (dtype.is_floating_point, dtype.itemsize) else dtype
     return dtype
 
 
@@ -358,9 +360,9 @@ def _sizes(infos: Infos) -> list[int]:
 
 
 def _dot(call: Call, reads: Infos, results: Infos) -> int:
-    left, result = str(call.args[0]).replace(" ", "").split("->")
+    operands, result = str(call.args[0]).replace(" ", "").split("->")
     summed = dict[str, int]()
-    for term, info in zip(left.split(","), reads[:2], strict=True):
+    for term, info in zip(operands.split(","), reads[:2], strict=True):
         summed |= {a: n for a, n in zip(term, info.shape, strict=True) if a not in result}
     return 2 * math.prod(results[0].shape) * math.prod(summed.values())
 
@@ -452,12 +454,12 @@ def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
     along, mirrored = dispatched_along(call, strategy), mirrored_queries(call, strategy)
     num = 1 if along is None else sizes[along]
     further = {"mirrored": mirrored, "by_kernels": rates.profile.has_row_kernels}
-    done = works(call.target, call.args, call.kwargs, reads, results, num, **further)
+    parts = works(call.target, call.args, call.kwargs, reads, results, num, **further)
     dtype = product_dtype(reads)
     if call.target not in _IN_PASSES:
-        kind = "view" if is_free(call.target) else done[0][0].kind.replace("view", "elementwise")
+        kind = "view" if is_free(call.target) else parts[0][0].kind.replace("view", "elementwise")
         return rates.op_s(kind, *count_work(call, reads, results, mirrored=mirrored), dtype)
-    return sum(times * rates.op_s(w.kind, w.flops, w.bytes, dtype) for w, times in done)
+    return sum(times * rates.op_s(w.kind, w.flops, w.bytes, dtype) for w, times in parts)
 
 
 def mirrored_queries(call: Call, strategy: Strategy) -> bool:

@@ -187,8 +187,8 @@ class KernelWalk:
                         f"{step.collective.kind} from {step.source} to {step.target} in {phase} by"
                         f" {step.kernel.name}"
                     )
-                    for what in self._find_faults(key, phase, step, step.kernel, steps):
-                        yield Finding("kernels", f"{name}: {what}", key[0])
+                    for fault in self._find_faults(key, phase, step, step.kernel, steps):
+                        yield Finding("kernels", f"{name}: {fault}", key[0])
 
     def _find_faults(
         self,
@@ -315,12 +315,12 @@ class KernelWalk:
     def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> TensorReader | None:
         """Return the first reader of a tensor that matches the kernel's node pattern; None if there
         is none."""
-        wanted = "forward" if kernel.again else phase
+        reading_phase = "forward" if kernel.again else phase
         return next(
             (
                 r
                 for r in tensor.readers
-                if pattern_of(r.key)[0] == kernel.node and r.phase == wanted
+                if pattern_of(r.key)[0] == kernel.node and r.phase == reading_phase
             ),
             None,
         )
@@ -468,9 +468,9 @@ class KernelWalk:
 
     def _note_shared(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
         gathers, c = step.collective.kind == "all_gather", step.collective
-        num, whole = self.mesh.shape[c.axis], step.target if gathers else step.source
+        num, layout = self.mesh.shape[c.axis], step.target if gathers else step.source
         before, length, after = _sizes_around(
-            local_lengths(info.shape, whole, self.mesh.shape), c.dim
+            local_lengths(info.shape, layout, self.mesh.shape), c.dim
         )
         slot = -(-before * (length // num) * after * info.dtype.itemsize // _LINE) * _LINE
         num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
@@ -492,10 +492,13 @@ def shared_forms(
         (kind of collective, axis and form) → bytes on a device.
     """
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
-    own = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)
-    for _ in (*walk.findings(), *own.findings()):  # the findings are in the plan's certificate
+    inner_walk = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)
+    for _ in (
+        *walk.findings(),
+        *inner_walk.findings(),
+    ):  # the findings are in the plan's certificate
         pass
-    return walk.shared | own.shared
+    return walk.shared | inner_walk.shared
 
 
 def _is_like(x: fx.Node, other: fx.Node) -> bool:

@@ -40,14 +40,14 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
             f"the inputs are {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}",
         )
     if (mark.profile_hash, mark.profile) != (hardware.hash, hardware.name):
-        what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
+        message = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
         yield Finding(
-            "model", (f"{what}, but the profile is {hardware.name!r} of hash {hardware.hash}")
+            "model", (f"{message}, but the profile is {hardware.name!r} of hash {hardware.hash}")
         )
     axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
     if (mark.axis, mark.profiles) != (axis, tuple((each.name, each.hash) for each in profiles)):
-        what = f"the devices along an axis differ from those of profile {hardware.name!r}"
-        yield Finding("model", f"{what}, for which it was planned")
+        message = f"the devices along an axis differ from those of profile {hardware.name!r}"
+        yield Finding("model", f"{message}, for which it was planned")
     yield from _check_options(plan)
 
 
@@ -61,11 +61,11 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
     """
     if plan.fingerprint.model_name == name:
         return report
-    what = (
+    message = (
         f"the plan is for {plan.fingerprint.model_name or 'a model without a name'}, but this"
         f" model is {name}"
     )
-    return replace(report, findings=(*report.findings, Finding("model", what)))
+    return replace(report, findings=(*report.findings, Finding("model", message)))
 
 
 def check_capture(trace: Trace, plan: Plan) -> Iterator[Finding]:
@@ -88,17 +88,17 @@ def notes(plan: Plan) -> Iterator[str]:
 def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     """Yield a finding for each stage that states another model or other versions than the plan."""
     for number, stage in enumerate(pipeline.stages):
-        whole, mark = plan.fingerprint, stage.fingerprint
-        here = (whole.model_name, whole.autopar, whole.torch)
+        plan_mark, mark = plan.fingerprint, stage.fingerprint
+        here = (plan_mark.model_name, plan_mark.autopar, plan_mark.torch)
         if (mark.model_name, mark.autopar, mark.torch) != here:
-            what = (
+            message = (
                 f"stage {number} is for {mark.model_name!r}, by autopar {mark.autopar} and torch"
                 f" {mark.torch}"
             )
             yield Finding(
                 "model",
                 (
-                    f"{what}, but the plan is for {here[0]!r}, by autopar {here[1]} and torch"
+                    f"{message}, but the plan is for {here[0]!r}, by autopar {here[1]} and torch"
                     f" {here[2]}"
                 ),
             )
@@ -112,12 +112,12 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
         if name not in options:
             yield Finding("model", f"the plan does not record its option {name}")
     if options.get("optimizer") not in OPTIMIZERS:
-        what = f"the plan is for an unknown optimizer {options.get('optimizer')!r}"
-        yield Finding("model", what)
+        message = f"the plan is for an unknown optimizer {options.get('optimizer')!r}"
+        yield Finding("model", message)
     without = [entry.key for stage in plan.stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:
-        what = "it has no sharding rule and runs replicated, which strict=True does not allow"
-        yield Finding("model", what, without[0])
+        message = "it has no sharding rule and runs replicated, which strict=True does not allow"
+        yield Finding("model", message, without[0])
 
 
 def check_request(plan: Plan) -> Iterator[Finding]:
@@ -125,8 +125,8 @@ def check_request(plan: Plan) -> Iterator[Finding]:
     loss, the number of microbatches, and the pipeline."""
     rows = plan.options.get("loss_rows", AUTO)
     if rows not in (AUTO, plan.loss_rows):
-        what = f"the loss uses {plan.loss_rows} rows at a time, but {rows} were requested"
-        yield Finding("model", what)
+        message = f"the loss uses {plan.loss_rows} rows at a time, but {rows} were requested"
+        yield Finding("model", message)
     yield from _check_pipeline(plan)
 
 
@@ -144,8 +144,8 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
         return
     promised = asked is not None and asked.independent
     if pipeline.independent != promised:
-        what = f"the options {'' if promised else 'do not '}promise independent samples"
-        yield Finding("model", f"{what}, which differs from the pipeline")
+        message = f"the options {'' if promised else 'do not '}promise independent samples"
+        yield Finding("model", f"{message}, which differs from the pipeline")
     if asked is not None:
         yield from _compare_pipelines(pipeline, asked)
 
@@ -168,17 +168,18 @@ def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding
     """Yield a finding for each requested property that a plan's pipeline does not have."""
     waits = pipeline.schedule == GPIPE  # also if backward waits for a loss of the whole batch
     schedule = None if asked.schedule == AUTO or waits else asked.schedule
-    wanted = {  # property → (requested value or None, value in the plan)
+    requested_values = {  # property → (requested value or None, value in the plan)
         "axis": (asked.axis, pipeline.axis),
         "number of microbatches": (asked.microbatches, pipeline.num_microbatches),
         "schedule": (schedule, pipeline.schedule),
         "cuts": (asked.cuts and tuple(sorted(asked.cuts)), tuple(sorted(pipeline.modules))),
         "number of stages per device": (asked.chunks, pipeline.num_chunks),
     }
-    for what, (requested, had) in wanted.items():
+    for property_name, (requested, had) in requested_values.items():
         if requested is not None and requested != had:
             yield Finding(
-                "model", f"the pipeline's {what} is {had!r}, but {requested!r} was requested"
+                "model",
+                f"the pipeline's {property_name} is {had!r}, but {requested!r} was requested",
             )
 
 

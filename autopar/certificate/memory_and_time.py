@@ -70,24 +70,24 @@ def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Find
             for kind, axis, num_bytes in _read_collectives(node):
                 listed[phase, kind, axis] -= 1
                 sizes[phase, kind, axis] -= num_bytes
-    for where in sorted(where for where in sizes if listed[where] or sizes[where]):
-        phase, kind, axis = where
+    for key in sorted(where for where in sizes if listed[where] or sizes[where]):
+        phase, kind, axis = key
         along = f" along axis {plan.mesh.names[axis]}" if axis >= 0 else ""
-        what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase}{along}"
-        more = (listed[where], sizes[where]) > (0, 0)
+        amount = f"{abs(listed[key])} {kind} ({abs(sizes[key])} bytes) in {phase}{along}"
+        more = (listed[key], sizes[key]) > (0, 0)
         excess = (
             "the plan lists, but the program does not run"
             if more
             else "the program runs, but the plan does not list"
         )
-        yield Finding("emission", f"{what} {excess}")
+        yield Finding("emission", f"{amount} {excess}")
 
 
 def _read_collectives(node: fx.Node) -> Iterator[tuple[str, int, int]]:
     """Yield kind, mesh axis and bytes of each collective that an emitted node issues; the axis is
     −1 between host and device."""
-    for each in node.meta.get("own", ()):
-        yield each.collective.kind, each.collective.axis, each.collective.bytes
+    for inner_step in node.meta.get("own", ()):
+        yield inner_step.collective.kind, inner_step.collective.axis, inner_step.collective.bytes
     kind = _kind_of(node)
     if node.target in fused.KERNELS and kind:
         inside = node.meta["kernel"].collective
@@ -120,10 +120,15 @@ def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -
             f" {plan.overlap.slowdown} s",
         )
     if held != plan.overlap:
-        said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
+        claimed_bytes, bytes_held = (
+            (o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held)
+        )
         yield Finding(
             "overlap",
-            (f"early collectives hold at most {seen} bytes in forward and backward, not {said}"),
+            (
+                f"early collectives hold at most {bytes_held} bytes in forward and backward, not "
+                f"{claimed_bytes}"
+            ),
         )
     hidden_s = (
         sum(phase.hidden_s for phase in simulate_program(program, plan))
@@ -181,8 +186,8 @@ def sum_resting(
     for p in trace.parameters:
         for kind, num_bytes in _measure_parameter(p, claims, plan, accumulates=accumulates):
             sizes[kind] += num_bytes
-    for where, layouts in claims.kept.items():
-        tensor = facts.tensors[where]
+    for ref, layouts in claims.kept.items():
+        tensor = facts.tensors[ref]
         free = claims.chosen[tensor.key].outputs[tensor.result] if tensor.resident else None
         here = [at for at in layouts if at != free and not at.host]
         sizes["activations"] += sum(
@@ -201,18 +206,18 @@ def _measure_parameter(
     microbatches in at least fp32) and the state of the optimizer, a multiple of P.
     """
     sizes, state = plan.mesh.shape, OPTIMIZERS[str(plan.options.get("optimizer"))][0]
-    seen = claims.chosen[parameter_key(p.name)]
-    rests = claims.chosen.get(storage_key(p.name), seen).outputs[0]
+    strategy = claims.chosen[parameter_key(p.name)]
+    rests = claims.chosen.get(storage_key(p.name), strategy).outputs[0]
     at_rest = 0 if rests.host else held_bytes(p.view, p.dtype, rests, sizes)
     yield "parameters", at_rest
-    is_copied = (accumulates and p.compute_dtype != p.dtype) or seen.outputs[0] != rests
-    if is_copied and not seen.outputs[0].host:
-        yield "copies", held_bytes(p.view, p.compute_dtype, seen.outputs[0], sizes)
+    is_copied = (accumulates and p.compute_dtype != p.dtype) or strategy.outputs[0] != rests
+    if is_copied and not strategy.outputs[0].host:
+        yield "copies", held_bytes(p.view, p.compute_dtype, strategy.outputs[0], sizes)
     if p.gradient is not None:
         wide = torch.float32 if accumulates and p.dtype.itemsize < 4 else p.dtype
         yield (
             "gradients",
-            0 if seen.inputs[0].host else held_bytes(p.view, wide, seen.inputs[0], sizes),
+            0 if strategy.inputs[0].host else held_bytes(p.view, wide, strategy.inputs[0], sizes),
         )
         yield "optimizer", state * at_rest
 
@@ -225,17 +230,17 @@ def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
         return
     tensor = facts.tensors[kept.node.format(*kept.instances[0]), kept.result]
     if kept.is_copy != (tensor.given and not tensor.resident):
-        what = "is not" if kept.is_copy else "is"
-        what = f"it {what} a parameter's copy in another dtype, contrary to the plan"
-        yield Finding("kept values", what, kept.node)
+        message = "is not" if kept.is_copy else "is"
+        message = f"it {message} a parameter's copy in another dtype, contrary to the plan"
+        yield Finding("kept values", message, kept.node)
     derived = sum(
         held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
         for at in kept.layouts
         if not at.host
     )
     if derived != kept.bytes:
-        what = f"one instance holds {derived} bytes, not {kept.bytes}"
-        yield Finding("kept values", what, kept.node)
+        message = f"one instance holds {derived} bytes, not {kept.bytes}"
+        yield Finding("kept values", message, kept.node)
 
 
 def memory(
@@ -328,7 +333,7 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
         slowdown: s, from the hardware profile.
     """
     compute, communication, saved = 0.0, 0.0, 0.0
-    own, sent = (
+    overlapped, sent = (
         dict.fromkeys(("forward", "backward"), 0.0),
         dict.fromkeys(("forward", "backward"), 0.0),
     )
@@ -339,21 +344,21 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
                 communication += time_s
             else:
                 compute += time_s
-            own[phase] += time_s if entry.kind == "compute" else 0.0
+            overlapped[phase] += time_s if entry.kind == "compute" else 0.0
     for c in plan.communications:
         time_s = len(c.instances) * c.time_s
         communication += time_s
-        if c.phase in own:
-            own[c.phase] += time_s if c.collective.kind == "slice" else 0.0
+        if c.phase in overlapped:
+            overlapped[c.phase] += time_s if c.collective.kind == "slice" else 0.0
             in_kernel = len(c.instances) * c.kernel.saved_s if c.kernel else 0.0
-            own[c.phase] -= in_kernel
+            overlapped[c.phase] -= in_kernel
             saved += in_kernel
             sent[c.phase] += time_s if c.beside else 0.0
-    alone = compute + communication - saved - sum(own.values()) - sum(sent.values())
+    alone = compute + communication - saved - sum(overlapped.values()) - sum(sent.values())
     return Seconds(
         compute,
         communication,
-        alone + sum(max(own[p] + slowdown * sent[p], sent[p]) for p in own),
+        alone + sum(max(overlapped[p] + slowdown * sent[p], sent[p]) for p in overlapped),
         saved,
     )
 

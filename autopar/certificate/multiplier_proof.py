@@ -125,8 +125,8 @@ class Moments:
         """Return whether all kept versions are certainly live: no node has needed the value yet, or
         the nodes that have needed it read the only version."""
         one = len(value.graph.layouts if value.keepable is None else value.keepable) == 1
-        left = self._read[name] < math.inf and (one or self._again[name] != now)
-        return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
+        is_kept = self._read[name] < math.inf and (one or self._again[name] != now)
+        return now < self._asked[name] < math.inf or (now == self._asked[name] and is_kept)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
         """Return the row of a point of the step; None if there is no such point."""
@@ -475,8 +475,8 @@ class Stored:
                         index[layout]: worth for layout, worth in potential.values_s.items()
                     }
                     return (v, i, potential.phase != value.phase), by_layout
-        what = f"a multiplier of {potential.reader} names layouts that the problem does not have"
-        self.findings.append(Finding("bound", what, potential.node))
+        message = f"a multiplier of {potential.reader} names layouts that the problem does not have"
+        self.findings.append(Finding("bound", message, potential.node))
         return None
 
     def _rows(self, proof: Proof | ProofCase) -> list[MemoryRow]:
@@ -535,10 +535,10 @@ def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:
             if proof.searched_bound_s
             else "no search any"
         )
-        what = (
+        message = (
             f"the multipliers are claimed to prove {proof.certified_bound_s:.9g} s, and {searched}"
         )
-        yield Finding("bound", f"the bound is claimed to be {proof.bound_s:.9g} s: {what}")
+        yield Finding("bound", f"the bound is claimed to be {proof.bound_s:.9g} s: {message}")
     gap = (
         max(proof.objective_s - proof.bound_s, 0.0) / proof.objective_s
         if proof.objective_s

@@ -158,8 +158,8 @@ def _taus(
     )
     taus = np.maximum(sums[last] + before - (sums[first] - behind)[:, None], 0.0)
     taus[first[:, None] >= last] = np.inf
-    found: np.ndarray = taus
-    return found
+    taus_s: np.ndarray = taus
+    return taus_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,19 +304,19 @@ class Unfolded:
         later = self._read_later(v, ref, reads) if value.phase == "forward" and not hidden else {}
         if self._is_narrower(v, exposed):
             now, later = ({i: np.zeros(num) for i in each} for each in (now, later))
-        made = flags(num, [self._layouts(value, value.op, "outputs", value.result)])
-        wanted = flags(
+        made_layouts = flags(num, [self._layouts(value, value.op, "outputs", value.result)])
+        read_layouts = flags(
             num,
             [
                 self._layouts(value, variant.uses[i].op, "inputs", variant.uses[i].operand)
                 for i in forward
             ],
         )
-        kept = made | wanted
+        versions = made_layouts | read_layouts
         if value.keepable is not None and not self._free:
-            kept &= flags(num, [np.array(sorted(value.keepable), int)])
+            versions &= flags(num, [np.array(sorted(value.keepable), int)])
         wants = weigh_terms(num, ((len(reads[i]), pi) for i, pi in later.items()))
-        mu = np.where(kept, np.minimum(self._mu(v, num), wants), 0.0)
+        mu = np.where(versions, np.minimum(self._mu(v, num), wants), 0.0)
         has_unpriced = ref in self.places.hidden or len(now) < len(forward)
         return _Tensor(
             v,
@@ -327,9 +327,9 @@ class Unfolded:
             now,
             later,
             mu,
-            made,
-            wanted,
-            kept,
+            made_layouts,
+            read_layouts,
+            versions,
             exposed,
             hidden,
             has_unpriced,
@@ -347,16 +347,16 @@ class Unfolded:
     def _add_tensor(self, tensor: _Tensor) -> None:
         """Add the costs and savings of a tensor to its makers and readers, its units, and the
         borders that it may cross."""
-        losses, left = [0.0, 0.0], list[Floats]()
+        losses, remaining_costs = [0.0, 0.0], list[Floats]()
         for crosses in (False, True):
             early = tensor.exposed and (crosses or tensor.hidden)
             costs = [self._seconds(tensor.variant, early, later=late) for late in (False, True)]
             losses[crosses], beyond = self._reduce_collectives(tensor, costs)
-            left = [
+            remaining_costs = [
                 x + in_full(tensor.value.graph) - seconds
                 for x, seconds in zip(beyond, costs, strict=True)
             ]
-        self._save_in_kernels(tensor, left)
+        self._save_in_kernels(tensor, remaining_costs)
         self._charge_readers(tensor)
         self._supply(tensor, losses[False])
         if tensor.exposed and tensor.ref not in self.places.everywhere and len(tensor.makers) == 1:
@@ -407,8 +407,8 @@ class Unfolded:
                     if here.forward
                     else there.makes_s
                 )
-                each = few(zip(before, after, strict=True))
-                pairs = few((a + c, b + d) for a, b in pairs for c, d in each)
+                border_pairs = few(zip(before, after, strict=True))
+                pairs = few((a + c, b + d) for a, b in pairs for c, d in border_pairs)
             borders.append(pairs)
         return borders
 
@@ -494,7 +494,7 @@ class Unfolded:
             (first, tensor.made, worth, costs[0]),
             (tensor.terms(tensor.later), tensor.made | tensor.kept, np.zeros(tensor.num), costs[1]),
         )
-        loss, left = 0.0, list[Floats]()
+        loss, remaining_costs = 0.0, list[Floats]()
         for pis, begin, gain, seconds in phases:
             reached = reach_layouts(graph, begin)
             if tensor.exposed:
@@ -502,8 +502,8 @@ class Unfolded:
                     raise_to_ends(graph, pi, reached)
             beyond = beyond_worth(graph, pis, gain, seconds)
             loss += float(np.minimum(beyond, 0.0)[reached[ends_of(graph)[0]]].sum())
-            left.append(beyond)
-        return loss, left
+            remaining_costs.append(beyond)
+        return loss, remaining_costs
 
     def _save_in_kernels(self, tensor: _Tensor, left: Sequence[Floats]) -> None:
         """Reduce the costs of products by the largest saving of a kernel with one collective of the
@@ -579,8 +579,8 @@ class Unfolded:
                 maker.kind == "compute" and (exposed or not maker.recomputable)
             )
         else:
-            own = {ops[u.op].kind for u in variant.uses if u.phase == phase} <= {"parameter"}
-            early = value.is_given or own or (exposed and phase == "backward" and trained)
+            step_only = {ops[u.op].kind for u in variant.uses if u.phase == phase} <= {"parameter"}
+            early = value.is_given or step_only or (exposed and phase == "backward" and trained)
         weight = self.problem.overlap_slowdown if early else 1.0
         weights = {"slice": 1.0, **dict.fromkeys(HOST_KINDS, self.problem.overlap_slowdown)}
         return np.array(
@@ -593,6 +593,6 @@ class Unfolded:
     def _is_narrower(self, v: int, exposed: bool) -> bool:
         """Return whether a stage may reduce its partial sums in a narrower dtype, since no
         parameter reads them there."""
-        alike = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
-        wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in alike]
+        variants = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
+        wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in variants]
         return any(wide) and (exposed or not all(wide))

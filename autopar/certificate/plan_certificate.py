@@ -99,13 +99,13 @@ def certify(
     """
     part, how, cut = staged or StagedTrace.of_one_stage(trace)
     pipeline = plan.as_pipeline
-    said = (
+    kind = (
         *identity(trace, plan, hardware),
         *check_capture(part, plan),
         *of_stages(plan, pipeline),
         *check_request(plan),
     )
-    report = initial_certificate(plan, said or interleaves(pipeline))
+    report = initial_certificate(plan, kind or interleaves(pipeline))
     if not report.ok:
         return report
     try:
@@ -189,15 +189,15 @@ def _bound_s(
         )
         parts[profile], num = unfolded, num + stored.num_multipliers
         findings += stored.findings
-    taken = [parts[profile] for profile in profiles]
+    rank_parts = [parts[profile] for profile in profiles]
     wires = [
         wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1)
         for stage in range(len(stages) - 1)
     ]
-    units = [each.units for each in taken]
+    units = [each.units for each in rank_parts]
     borders = [
         before.borders_to(behind, link)
-        for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)
+        for (before, behind), link in zip(itertools.pairwise(rank_parts), wires, strict=True)
     ]
     if pipeline.schedule != INTERLEAVED:
         return least_over_cuts(units, borders, pipeline.num_microbatches, allowed), num
@@ -315,11 +315,11 @@ class _Stages:
         plan, pipeline = self.plan, self.pipeline
         context = self._context(number, trace, staged, forced)
         if pipeline.accumulates != context.accumulates:
-            what = (
+            message = (
                 f"with {pipeline.num_microbatches} microbatches gradients"
                 f" {'are' if context.accumulates else 'are not'} added to sums"
             )
-            raise PlanError(f"{what}, which differs from the plan")
+            raise PlanError(f"{message}, which differs from the plan")
         profile = profile_of(self.hardware, pipeline.axis, number)
         budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
         within = replace(staged, options={**plan.options, "memory_bytes": budget})
@@ -329,11 +329,11 @@ class _Stages:
         certificate = certify_stage(report, trace, within, profile, context)
         if plan.budget_of(number) <= profile.device_memory_bytes or not pipeline.rank_budgets:
             return certificate
-        what = (
+        message = (
             f"its devices, {profile.name}, have {profile.device_memory_bytes} bytes, not"
             f" {plan.budget_of(number)}"
         )
-        return replace(certificate, findings=(*certificate.findings, Finding("memory", what)))
+        return replace(certificate, findings=(*certificate.findings, Finding("memory", message)))
 
     def _context(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Context:
         """Return the context of a stage: its neighbours, its schedule and the whole batch."""
@@ -418,11 +418,11 @@ def _check_joins(plan: Plan, pipeline: Pipeline, cut: Cut, handed_s: float) -> I
         for s in range(num)
     )
     if pipeline.num_in_flight != expected:
-        what = (
+        message = (
             f"{pipeline.schedule} has {expected} microbatches in flight by stage, not"
             f" {pipeline.num_in_flight}"
         )
-        yield Finding("memory", what)
+        yield Finding("memory", message)
     for name, held_by in cut.shared.items():
         rests = {str(_storage_layout(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
@@ -494,12 +494,12 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
         "the objective": (step_s, plan.proof.objective_s),
         "the simulated step": (simulated_s, claimed.simulated_s),
     }
-    for name, what in _OF_THE_SLOWEST.items():
+    for name, figure in _OF_THE_SLOWEST.items():
         of_all = pipeline.num_microbatches * sum(getattr(p, name) for p in slowest)
-        figures[what] = of_all, getattr(claimed, name)
-    for what, (derived, number) in figures.items():
+        figures[figure] = of_all, getattr(claimed, name)
+    for figure, (derived, number) in figures.items():
         if not near(derived, number):
-            yield Finding("time", f"{what} is {derived:.9g} s, not {number:.9g} s")
+            yield Finding("time", f"{figure} is {derived:.9g} s, not {number:.9g} s")
     alone = pipeline.num_chunks == 1  # else the memory of ranks counts (`shared_memory`)
     if alone and (
         claimed.peak_bytes != fullest.peak_bytes

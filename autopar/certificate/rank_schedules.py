@@ -140,7 +140,7 @@ def _rank(
         + kinds["optimizer"]
         + buffers
     )
-    beside = (
+    accounted = (
         sum(kinds[kind] for kind in _STATIC)
         + buffers
         + max(kinds["activations"], kinds["gradients"])
@@ -148,7 +148,7 @@ def _rank(
     gathered = {} if kinds["copies"] else {"copies"}
     return peak, {
         **{k: v for k, v in kinds.items() if k not in gathered},
-        "transient": max(peak - beside, 0),
+        "transient": max(peak - accounted, 0),
     }
 
 

@@ -112,9 +112,9 @@ class Rates:
         if not curves:
             return computed_s
         m = min(curves, key=lambda each: (max(each / n, n / each), each))
-        alike = larger * _share(kind, n) / _share(kind, m)
+        same_share_bytes = larger * _share(kind, n) / _share(kind, m)
         further = (_rounds(kind, n) - _rounds(kind, m)) * link.latency_s
-        return max(computed_s, _interpolate(curves[m], alike) + further)
+        return max(computed_s, _interpolate(curves[m], same_share_bytes) + further)
 
     def _memory_s(self, num_bytes: float) -> float:
         """Return the seconds of copying bytes in memory, without a launch."""
@@ -149,8 +149,8 @@ class Rates:
         if self.profile.parts:
             return max(r.share_s(c) for r in self.parts)
         if (c.kind, c.axis) not in self._per_byte:
-            whole = replace(c, dim=0 if c.kind != "all_reduce" else -1, bytes=0)
-            self._per_byte[c.kind, c.axis] = min(self._per_byte_s(whole))
+            full_bucket = replace(c, dim=0 if c.kind != "all_reduce" else -1, bytes=0)
+            self._per_byte[c.kind, c.axis] = min(self._per_byte_s(full_bucket))
         return c.bytes * self._per_byte[c.kind, c.axis] + self._passes_s(c)
 
     def _per_byte_s(self, whole: Collective) -> Iterable[float]:

@@ -74,8 +74,8 @@ class MoveWalk:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each claim about redistribution that does not hold."""
-        for each in self.facts.tensors.values():
-            yield from self._check_tensor(each)
+        for tensor in self.facts.tensors.values():
+            yield from self._check_tensor(tensor)
 
     def _check_tensor(self, tensor: Tensor) -> Iterator[Finding]:
         """Check that all readers of a tensor in its own phase, and its kept versions, get their
@@ -83,10 +83,10 @@ class MoveWalk:
         here = (tensor.key, tensor.result)
         produced = {self.claims.chosen[tensor.key].outputs[tensor.result]}
         steps = self.claims.steps.get((here, tensor.phase), ())
-        kept = self.claims.kept.get(here, ())
-        at_hand, wanted = _reach(produced, steps), self._read_in(tensor, tensor.phase)
+        kept_layouts = self.claims.kept.get(here, ())
+        at_hand, read_layouts = _reach(produced, steps), self._read_in(tensor, tensor.phase)
         is_computed = tensor.key in self.facts.nodes
-        yield from self._check_steps(tensor, steps, produced, wanted | set(kept))
+        yield from self._check_steps(tensor, steps, produced, read_layouts | set(kept_layouts))
         waited = self._read_in(tensor, tensor.phase, by_ops=True)
         yield from _check_slacks(tensor, steps, set() if is_computed else produced, waited)
         others = [
@@ -96,11 +96,11 @@ class MoveWalk:
         ]
         only_gradient = all(r.key.endswith("/parameter") for r in others)
         yield from self._check_overlap(tensor, steps, tensor.given or only_gradient)
-        if missing := wanted - at_hand:
+        if missing := read_layouts - at_hand:
             yield self._report_missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "forward":
-            yield from self._check_backward(tensor, produced, at_hand, kept)
-        elif kept or self.claims.steps.get((here, "forward")):
+            yield from self._check_backward(tensor, produced, at_hand, kept_layouts)
+        elif kept_layouts or self.claims.steps.get((here, "forward")):
             yield Finding(
                 "kept values",
                 ("forward cannot keep or communicate a value of backward"),
@@ -128,7 +128,7 @@ class MoveWalk:
         )
         again = self.claims.again.get(tensor.key)
         sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
-        wanted = self._read_in(tensor, "backward") | read_again
+        read_layouts = self._read_in(tensor, "backward") | read_again
         steps = self.claims.steps.get(((tensor.key, tensor.result), "backward"), ())
         yield from _check_slacks(
             tensor,
@@ -138,12 +138,12 @@ class MoveWalk:
         )
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
         yield from self._check_overlap(tensor, steps, tensor.given or only_kept)
-        yield from self._check_steps(tensor, steps, sources, wanted)
-        if missing := wanted - _reach(sources, steps):
+        yield from self._check_steps(tensor, steps, sources, read_layouts)
+        if missing := read_layouts - _reach(sources, steps):
             yield self._report_missing(tensor, "backward", missing, _reach(sources, steps))
-        read = wanted | {step.source for step in steps}
-        for what in _find_wrongly_kept(kept, at_hand, read, rests):
-            yield Finding("kept values", what, _name(tensor.key, tensor.result))
+        read = read_layouts | {step.source for step in steps}
+        for fault in _find_wrongly_kept(kept, at_hand, read, rests):
+            yield Finding("kept values", fault, _name(tensor.key, tensor.result))
 
     def _read_in(self, tensor: Tensor, phase: str, *, by_ops: bool = False) -> set[Layout]:
         """Return the layouts in which readers in a phase read a tensor: only ops, or also outputs
@@ -176,10 +176,12 @@ class MoveWalk:
             ) and step.collective.kind != "slice"
             if step.beside != counts:
                 text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-                what = f"{text} {'counts' if counts else 'does not count'} as overlapping compute"
+                message = (
+                    f"{text} {'counts' if counts else 'does not count'} as overlapping compute"
+                )
                 yield Finding(
                     "moves",
-                    f"{what}, which differs from the plan",
+                    f"{message}, which differs from the plan",
                     _name(tensor.key, tensor.result),
                 )
 
@@ -187,12 +189,12 @@ class MoveWalk:
         self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]
     ) -> Finding:
         """Return the finding that a phase reads layouts that are not available."""
-        what = (
+        message = (
             f"{phase} reads it as {_list(missing)}, which no collective returns; available:"
             f" {_list(at_hand) or 'nothing'}"
         )
         claim = "kept values" if phase != tensor.phase and not at_hand else "moves"
-        return Finding(claim, what, _name(tensor.key, tensor.result))  # type: ignore[arg-type]
+        return Finding(claim, message, _name(tensor.key, tensor.result))  # type: ignore[arg-type]
 
     def _check_steps(
         self,
@@ -201,23 +203,23 @@ class MoveWalk:
         sources: set[Layout],
         wanted: set[Layout],
     ) -> Iterator[Finding]:
-        where, at_hand = _name(tensor.key, tensor.result), _reach(sources, steps)
+        name, at_hand = _name(tensor.key, tensor.result), _reach(sources, steps)
         targets = [step.target for step in steps]
         for step in steps:
             text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
             if step.source not in at_hand:
-                yield Finding("moves", f"{text} reads a layout that does not exist", where)
+                yield Finding("moves", f"{text} reads a layout that does not exist", name)
             if step.target not in wanted and all(other.source != step.target for other in steps):
-                yield Finding("moves", f"{text} returns a layout that is never read", where)
+                yield Finding("moves", f"{text} returns a layout that is never read", name)
             if step.target in sources or targets.count(step.target) > 1:
-                yield Finding("moves", f"{text} returns a layout that already exists", where)
+                yield Finding("moves", f"{text} returns a layout that already exists", name)
             yield from self.steps_of(tensor, step)
 
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
         """Yield the faults of one collective, regardless of its source."""
         text = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-        for what in self._find_faults(tensor, step):
-            yield Finding("moves", f"{text}: {what}", _name(tensor.key, tensor.result))
+        for fault in self._find_faults(tensor, step):
+            yield Finding("moves", f"{text}: {fault}", _name(tensor.key, tensor.result))
 
     def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
         """Yield the faults of one collective: its target, its bytes, and its time."""
@@ -244,9 +246,11 @@ class MoveWalk:
         put_in = held_bytes(shape, dtype, step.source, sizes)
         if c.bytes != put_in:
             yield f"a device contributes {put_in} bytes, not {c.bytes}"
-        taken = held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
-        if c.halo_bytes != taken:
-            yield f"a device receives {taken} bytes from its neighbors, not {c.halo_bytes}"
+        received_bytes = (
+            held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
+        )
+        if c.halo_bytes != received_bytes:
+            yield f"a device receives {received_bytes} bytes from its neighbors, not {c.halo_bytes}"
 
     def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
         """Yield a fault if a collective does not take the time from the profile, alone or as a
@@ -319,19 +323,19 @@ def _check_slacks(
             else "deferrable"
         )
         if step.slack != slack:
-            what = (
+            message = (
                 f"{step.collective.kind} from {step.source} to {step.target} in {step.phase} is"
                 f" {slack}, not {step.slack}"
             )
-            yield Finding("moves", what, _name(tensor.key, tensor.result))
+            yield Finding("moves", message, _name(tensor.key, tensor.result))
 
 
 def _reach(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
     """Return all layouts that the steps produce from the sources."""
-    reached, left = set(sources), list(steps)
-    while ready := [step for step in left if step.source in reached]:
+    reached, remaining = set(sources), list(steps)
+    while ready := [step for step in remaining if step.source in reached]:
         reached |= {step.target for step in ready}
-        left = [step for step in left if step not in ready]
+        remaining = [step for step in remaining if step not in ready]
     return reached
 
 
@@ -364,19 +368,25 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
         strategies: the strategies of a microbatch, then of the storage.
         accumulates: whether a step has several microbatches.
     """
-    seen, stored = strategies[0], strategies[-1]
+    read_strategy, stored = strategies[0], strategies[-1]
     if any(at != rests for at in (*stored.inputs, *stored.outputs)) and len(strategies) > 1:
         return False
     if not accumulates:
-        return len(strategies) == 1 and all(at == rests for at in (*seen.inputs, *seen.outputs))
-    if (seen.outputs[0].host and seen.outputs[0] != rests) or any(at.host for at in seen.inputs):
+        return len(strategies) == 1 and all(
+            at == rests for at in (*read_strategy.inputs, *read_strategy.outputs)
+        )
+    if (read_strategy.outputs[0].host and read_strategy.outputs[0] != rests) or any(
+        at.host for at in read_strategy.inputs
+    ):
         return False
-    reads = zip(rests.placements, seen.outputs[0].placements, strict=True)
+    reads = zip(rests.placements, read_strategy.outputs[0].placements, strict=True)
     sums = [
-        pair for at in seen.inputs for pair in zip(rests.placements, at.placements, strict=True)
+        pair
+        for at in read_strategy.inputs
+        for pair in zip(rests.placements, at.placements, strict=True)
     ]
-    whole = all(new in (old, Replicate()) for old, new in reads)
-    return whole and all(new == old or new == Partial("sum") for old, new in sums)
+    may_read = all(new in (old, Replicate()) for old, new in reads)
+    return may_read and all(new == old or new == Partial("sum") for old, new in sums)
 
 
 def steps_per_step(trace: Trace, walk: MoveWalk, claims: Claims) -> Iterator[Finding]:
@@ -390,11 +400,11 @@ def steps_per_step(trace: Trace, walk: MoveWalk, claims: Claims) -> Iterator[Fin
     """
     for p in trace.parameters:
         key = storage_key(p.name)
-        seen = claims.chosen[parameter_key(p.name)]
-        rests = claims.chosen[key].outputs[0] if key in claims.chosen else seen.outputs[0]
-        yield from _check_path(p, walk, claims, 0, rests, seen.outputs[0])
+        strategy = claims.chosen[parameter_key(p.name)]
+        rests = claims.chosen[key].outputs[0] if key in claims.chosen else strategy.outputs[0]
+        yield from _check_path(p, walk, claims, 0, rests, strategy.outputs[0])
         yield from _check_path(
-            p, walk, claims, 1, seen.inputs[0].plain if seen.inputs else rests, rests
+            p, walk, claims, 1, strategy.inputs[0].plain if strategy.inputs else rests, rests
         )
 
 
@@ -408,10 +418,10 @@ def _check_path(
     if result:
         wide = torch.float32 if p.dtype.is_floating_point and p.dtype.itemsize < 4 else p.dtype
     tensor = Tensor(key, result, PHASE, p.view, wide, wide, False, ())
-    left = list(claims.steps.get(((key, result), PHASE), ()))
+    unused = list(claims.steps.get(((key, result), PHASE), ()))
     at = source
     while at != target:
-        step = next((s for s in left if s.source == at), None)
+        step = next((s for s in unused if s.source == at), None)
         if step is None:
             yield Finding(
                 "moves",
@@ -420,10 +430,12 @@ def _check_path(
                 key,
             )
             return
-        left.remove(step)
+        unused.remove(step)
         yield from walk.steps_of(tensor, step)
         at = step.target
-    if left:
+    if unused:
         yield Finding(
-            "moves", (f"{len(left)} collectives of a step return layouts that are never read"), key
+            "moves",
+            (f"{len(unused)} collectives of a step return layouts that are never read"),
+            key,
         )

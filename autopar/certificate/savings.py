@@ -94,12 +94,14 @@ class SavingProduct:
     def _product_s(self, num: int) -> float:
         """Return the seconds of one of `num` chunks of the product."""
         sizes = self.rates.mesh.shape
-        factors, made = self._terms()
-        letter = made[self.dim]
+        factors, result_term = self._terms()
+        letter = result_term[self.dim]
         reads = local_infos(self.call.inputs, self.strategy.inputs, sizes)
         cut = [_cut_dim(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
         bias = reads[len(cut) :]  # it has the last dims of the result
-        cut += [_cut_dim(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
+        cut += [
+            _cut_dim(i, result_term[len(result_term) - len(i.shape) :], letter, num) for i in bias
+        ]
         result = self._result_chunk(num)
         work = count_work(self.call, cut, [result], mirrored=False)
         seconds = self.rates.op_s("matmul", *work, product_dtype(cut))
@@ -110,13 +112,15 @@ class SavingProduct:
 
     def _result_chunk(self, num: int) -> TensorInfo:
         """Return the shape and dtype of one of `num` chunks of the local result."""
-        (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
+        (result_info,) = local_infos(
+            self.call.outputs, self.strategy.outputs, self.rates.mesh.shape
+        )
         _, result = self._terms()
-        return _cut_dim(whole, result, result[self.dim], num)
+        return _cut_dim(result_info, result, result[self.dim], num)
 
     def _terms(self) -> tuple[list[str], str]:
-        left, result = str(self.call.args[0]).replace(" ", "").split("->")
-        return left.split(","), result
+        factor_terms, result = str(self.call.args[0]).replace(" ", "").split("->")
+        return factor_terms.split(","), result
 
     def _pass_s(self, further: int) -> float:
         """Return the seconds of a pass over one part per rank and `further` additional parts."""

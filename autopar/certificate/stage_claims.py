@@ -80,8 +80,8 @@ def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterato
         return
     end_s = max((start_s + time_s for *_, start_s, time_s in derived), default=0.0)
     for bar, claimed in zip(derived, claimed_bars, strict=True):
-        apart = max(abs(bar[3] - claimed[3]), abs(bar[4] - claimed[4]))
-        if bar[:3] != claimed[:3] or apart > NEAR * end_s:
+        difference_s = max(abs(bar[3] - claimed[3]), abs(bar[4] - claimed[4]))
+        if bar[:3] != claimed[:3] or difference_s > NEAR * end_s:
             yield Finding("time", f"the timeline has {_shown(bar)}, not {_shown(claimed)}")
             return
 
@@ -186,10 +186,10 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
         )
         if wrong:
             named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
-            what = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
+            message = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
             yield Finding(
                 "layouts",
-                what,
+                message,
                 f"{tensor.key}, result {tensor.result}" if tensor.result else tensor.key,
             )
 
@@ -253,11 +253,11 @@ def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
 
 
 def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for entry in plan.entries:
         key = _FIELD.sub("*", entry.nodes[0].node)
-        seen[key] += 1
-        unique = key if seen[key] == 1 else f"{key} ({seen[key]})"
+        counts[key] += 1
+        unique = key if counts[key] == 1 else f"{key} ({counts[key]})"
         figures = {
             "key": unique,
             "module": _module(key),
@@ -358,8 +358,8 @@ def on_hosts(
                 if p.compute_dtype != p.dtype
                 else 0
             )
-    for where, layouts in claims.kept.items():
-        tensor = facts.tensors[where]
+    for ref, layouts in claims.kept.items():
+        tensor = facts.tensors[ref]
         produced = claims.chosen[tensor.key].outputs[tensor.result]
         stored = [at for at in layouts if at.host and not produced.host]
         size = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in stored)
@@ -504,14 +504,14 @@ class _StageCheck:
             return replace(report, findings=(*strangers, *findings))
         once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
         kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
-        own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
+        inner_walk = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
         shared = BucketWalk(
             self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches
         )
         findings = [
             *decisions.findings(),
             *walk.findings(),
-            *own.findings(),
+            *inner_walk.findings(),
             *kernels.findings(),
             *shared.findings(),
             *once,
@@ -523,7 +523,7 @@ class _StageCheck:
             report = replace(report, step_s=seconds.step_s)
             findings += times(plan, seconds)
         return self._check_program(
-            report, findings, sum((*kernels.shared.values(), *own.shared.values()))
+            report, findings, sum((*kernels.shared.values(), *inner_walk.shared.values()))
         )
 
     def _check_program(
@@ -552,14 +552,14 @@ class _StageCheck:
             sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
             peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
         except AutoparError as error:
-            where = "" if error.where is None else str(error.where)
-            return replace(report, findings=(*findings, Finding("emission", error.what, where)))
+            place = "" if error.where is None else str(error.where)
+            return replace(report, findings=(*findings, Finding("emission", error.what, place)))
         on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
         wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
         if peak > self.profile.device_memory_bytes:
-            what = (
+            message = (
                 f"the peak of {peak} bytes is over the device's memory of"
                 f" {self.profile.device_memory_bytes}"
             )
-            wrong.append(Finding("memory", what))
+            wrong.append(Finding("memory", message))
         return replace(report, findings=(*findings, *wrong), peak_bytes=peak)

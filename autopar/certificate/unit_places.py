@@ -237,8 +237,8 @@ Flags = NDArray[np.bool_]
 def flags(num: int, layouts: Iterable[Ints]) -> Flags:
     """Return a boolean array of length `num` that is True at the given layouts."""
     mask = np.zeros(num, bool)
-    for each in layouts:
-        mask[each] = True
+    for layout in layouts:
+        mask[layout] = True
     return mask
 
 

@@ -125,9 +125,9 @@ def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) ->
     """
     for option, value in (("--schedule", schedule), ("--chunks", chunks)):
         if axis is None and value is not None:
-            what = f"{option} {value} applies to pipelines only, and no pipeline is requested"
+            message = f"{option} {value} applies to pipelines only, and no pipeline is requested"
             raise AutoparError(
-                what, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or omit {option}"
+                message, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or omit {option}"
             )
 
 
@@ -145,12 +145,14 @@ _UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 @cache_app.command("info")
 def info_command() -> None:
     """Print the folder of the cache, its number of entries, and whether it is in use."""
-    folder, found = store.entry_folder(), store.entries()
+    folder, entries = store.entry_folder(), store.entries()
     say(f"folder: {folder}")
-    say(f"entries: {len(found)}, {size(sum(e.num_bytes for e in found))}")
+    say(f"entries: {len(entries)}, {size(sum(e.num_bytes for e in entries))}")
     say(f"limit: {size(store.MAX_BYTES)}; the least recently used entries are removed first")
-    if found:
-        say(f"last used: {_ago(found[0].used_s)}; least recently used: {_ago(found[-1].used_s)}")
+    if entries:
+        say(
+            f"last used: {_ago(entries[0].used_s)}; least recently used: {_ago(entries[-1].used_s)}"
+        )
     if not is_cache_on("plans"):
         say("the cache is off: the environment variable AUTOPAR_CACHE does not include plans")
     elif os.path.isdir(folder) and (reason := find_sharing(folder.resolve())):
@@ -259,10 +261,10 @@ def explain_command(
 
     loaded = Plan.load(plan)
     turning = turning_of(loaded, flips, replace(named, module=module or function))
-    found = explain(loaded, module=only, flips=turning)
-    show(found)
+    explanation = explain(loaded, module=only, flips=turning)
+    show(explanation)
     say_if_none(turning)
-    if turning and not found.flips:
+    if turning and not explanation.flips:
         say(
             f"none of the {len(turning)} choices that would change is in {only!r}: omit --only to "
             "see them"
@@ -304,11 +306,11 @@ def check_command(
     with progress("building the model") as tell:
         network, example = built(named, "meta", **model_options(loaded))
         tell("deriving every claim again")
-        found = check(loaded, network, example, hardware=hardware)
+        certificate = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
-        write_file(json_file, json.dumps(found.to_json(), indent=1) + "\n", "the certificate")
-    say(str(found))
-    if not found.ok:
+        write_file(json_file, json.dumps(certificate.to_json(), indent=1) + "\n", "the certificate")
+    say(str(certificate))
+    if not certificate.ok:
         raise typer.Exit(1)
 
 
@@ -330,9 +332,9 @@ def verify_command(
     with progress("building the model") as tell:
         network, example = built(named, "cpu", **model_options(loaded))
         tell(f"running {loaded.mesh.num_devices} ranks")
-        found = verify(loaded, network, example)
-    say(str(found))
-    if not found.ok:
+        verification = verify(loaded, network, example)
+    say(str(verification))
+    if not verification.ok:
         raise typer.Exit(1)
 
 
@@ -392,7 +394,7 @@ def what_if_command(
         network, example = built(named, "meta", **model_options(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
-        found = what_if(
+        answer = what_if(
             loaded,
             network,
             example,
@@ -404,7 +406,7 @@ def what_if_command(
             num_flips=flips,
             **read_options(options),
         )
-    say(str(found))
+    say(str(answer))
 
 
 @app.command("profile")
@@ -502,10 +504,10 @@ def export_command(
     from autopar.cli.models import read_dtype
 
     with progress("assembling the weights"):
-        done = Checkpoints(checkpoints).export(
+        exported_step = Checkpoints(checkpoints).export(
             folder, step=step, dtype=read_dtype(dtype), max_file_bytes=max_file_bytes
         )
-    say(f"weights of step {done} written to {folder}")
+    say(f"weights of step {exported_step} written to {folder}")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

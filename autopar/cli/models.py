@@ -68,8 +68,8 @@ def turning_of(plan: Plan, num: int, named: NamedModel) -> Flips:
     if not num:
         return Flips()
     if (named.hf, named.model, named.module) == (None, None, None):
-        what = "--flips needs the model of the plan"
-        raise AutoparError(what, remedy="pass one of --hf, --model and --module")
+        message = "--flips needs the model of the plan"
+        raise AutoparError(message, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
         network, example = built(named, "meta", **model_options(plan))
         tell("pricing other hardware")
@@ -172,17 +172,17 @@ def with_stages(
     Raises:
         ConstraintError: if constraints contradict each other.
     """
-    found: list[Constraint] = []
+    requested: list[Constraint] = []
     if axis is not None:
         num = None if options.num_microbatches == "auto" else options.num_microbatches
-        found.append(
+        requested.append(
             constraints.pipeline(
                 None if axis == AUTO else axis, microbatches=num, schedule=schedule, chunks=chunks
             )
         )
     if offload:
-        found.append(constraints.offload())
-    return replace(options, constraints=(*options.constraints, *found))
+        requested.append(constraints.offload())
+    return replace(options, constraints=(*options.constraints, *requested))
 
 
 def plan_named(
@@ -215,15 +215,15 @@ def plan_named(
         args, kwargs = as_call(example)
         if lp_file is not None:  # a plan from the cache has no integer program
             options = replace(options, cache=False)
-        found = find_plan(
+        result = find_plan(
             PlanRequest(network, mesh, devices, options),
             args,
             kwargs,
             progress=lambda p: tell(clock.at(p)),
         )
-    _tell(found, clock, out_file)
-    if lp_file is not None and found.planned is not None:
-        found.planned.write_lp(lp_file)
+    _tell(result, clock, out_file)
+    if lp_file is not None and result.planned is not None:
+        result.planned.write_lp(lp_file)
         say(f"integer program written to {lp_file}")
 
 

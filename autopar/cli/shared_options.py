@@ -114,13 +114,13 @@ class NamedModel:
         Raises:
             AutoparError: if none or several are named, or a name cannot be read.
         """
-        given = [option for option in (self.hf, self.model, self.module) if option is not None]
-        if len(given) != 1:
-            what = f"{len(given)} models are named" if given else "no model is named"
-            raise AutoparError(what, remedy="pass one of --hf, --model and --module")
+        named = [option for option in (self.hf, self.model, self.module) if option is not None]
+        if len(named) != 1:
+            message = f"{len(named)} models are named" if named else "no model is named"
+            raise AutoparError(message, remedy="pass one of --hf, --model and --module")
         check_dtype(self.dtype)
         if self.module is None:
-            parse(given[0])
+            parse(named[0])
 
 
 NO_MODEL = NamedModel()

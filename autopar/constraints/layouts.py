@@ -78,14 +78,15 @@ def layout(
         ConstraintError: if no layout is given.
         LayoutError: if a layout cannot be read.
     """
-    given = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
-    if all(value is None for value in given.values()):
+    layouts = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
+    if all(value is None for value in layouts.values()):
         raise ConstraintError(
             f"the constraint on {pattern!r} has no layout",
             remedy="pass weight=, bias=, storage=, input= or output=",
         )
     return LayoutConstraint(
-        pattern, **{name: Layout.parse(value) for name, value in given.items() if value is not None}
+        pattern,
+        **{name: Layout.parse(value) for name, value in layouts.items() if value is not None},
     )
 
 

@@ -148,10 +148,10 @@ def megatron(
             remedy="pass a positive number, or the name of an axis",
         )
     if chunks < 1 or (chunks > 1 and pp == 1):
-        what = (
+        message = (
             f"megatron(pp={pp!r}, chunks={chunks}) does not define a pipeline with that many stages"
         )
-        raise ConstraintError(what, remedy="pass pp too, and a positive number of chunks")
+        raise ConstraintError(message, remedy="pass pp too, and a positive number of chunks")
     degrees = _degree(tp), None if dp is None else _degree(dp)
     return Megatron(
         *degrees,
@@ -178,9 +178,9 @@ def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
     for axis in mesh.axes:
         if axis.size == constraint.pp:
             return axis.name
-    what = f"{constraint}: mesh {mesh} has no axis with {constraint.pp} devices"
+    message = f"{constraint}: mesh {mesh} has no axis with {constraint.pp} devices"
     raise ConstraintError(
-        what, remedy="use a mesh with an axis of that size, or name the axis: pp='node'"
+        message, remedy="use a mesh with an axis of that size, or name the axis: pp='node'"
     )
 
 
@@ -195,10 +195,12 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     tensor = _last_axes(constraint, "tp", constraint.tp, wide, mesh)
     others = [name for name in wide if name not in tensor]
     context = _last_axes(constraint, "cp", constraint.cp, others, mesh)
-    left = tuple(name for name in mesh.names if name not in (*tensor, *context, *constraint.free))
-    experts = _expert_axes(constraint, left, mesh)
+    free_axes = tuple(
+        name for name in mesh.names if name not in (*tensor, *context, *constraint.free)
+    )
+    experts = _expert_axes(constraint, free_axes, mesh)
     data = tuple(
-        name for name in _data_axes(constraint, left, experts, mesh) if name not in experts
+        name for name in _data_axes(constraint, free_axes, experts, mesh) if name not in experts
     )
     pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (
         ("context_parallel", context),
@@ -224,12 +226,12 @@ def _expert_axes(constraint: Megatron, left: tuple[str, ...], mesh: Mesh) -> tup
     experts = _last_axes(constraint, "ep", constraint.ep, wide, mesh)
     if set(experts) <= {*left, *_trivial_axes(mesh)}:
         return experts
-    what = (
+    message = (
         f"{constraint}: experts are split over axes of data parallelism, which "
         f"{', '.join(experts)} are not"
     )
     names = f": {', '.join(left)}" if left else ""
-    raise ConstraintError(what, remedy=f"name axes that are not used by tp, cp or pp{names}")
+    raise ConstraintError(message, remedy=f"name axes that are not used by tp, cp or pp{names}")
 
 
 def _data_axes(
@@ -252,8 +254,10 @@ def _data_axes(
     if has_devices and set(left) <= {*data, *_trivial_axes(mesh)}:
         return data
     size = _num_devices(left, mesh)
-    what = f"{constraint} does not fill mesh {mesh}: {size} devices remain besides the tensor axes"
-    raise ConstraintError(what, remedy=f"pass dp={size}, or omit it")
+    message = (
+        f"{constraint} does not fill mesh {mesh}: {size} devices remain besides the tensor axes"
+    )
+    raise ConstraintError(message, remedy=f"pass dp={size}, or omit it")
 
 
 def _num_devices(names: Collection[str], mesh: Mesh) -> int:
@@ -278,9 +282,9 @@ def _last_axes(
         for axes in itertools.combinations(wide, count):
             if math.prod(axis.size for axis in axes) == degree:
                 return tuple(axis.name for axis in axes)
-    what = f"{constraint}: no combination of axes of mesh {mesh} has {degree} devices"
+    message = f"{constraint}: no combination of axes of mesh {mesh} has {degree} devices"
     raise ConstraintError(
-        what, remedy=f"use a mesh with an axis of that size, or name the axes: {word}='gpu'"
+        message, remedy=f"use a mesh with an axis of that size, or name the axes: {word}='gpu'"
     )
 
 

@@ -109,14 +109,14 @@ def check_grid(plan: str, kind: str, axes: Sequence[str], mesh: Mesh) -> None:
     sides = sizes[:2] if kind == "2.5d" else sizes
     if len(set(sides)) > 1:
         words = ", ".join(f"{name}={size}" for name, size in zip(axes, sides, strict=False))
-        what = (
+        message = (
             f"{plan}: the sides of the grid must have equal sizes, but in mesh {mesh} they are "
             f"{words}"
         )
         remedy = "name axes of equal size" + (
             ", and the depth as the third axis" if kind == "2.5d" else ""
         )
-        raise ConstraintError(what, remedy=remedy)
+        raise ConstraintError(message, remedy=remedy)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -403,18 +403,18 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
             remedy='pass "1d", "2d", "2.5d" or "3d"',
         )
     if sequence and kind != "1d":
-        what = (
+        message = (
             f"tensor_parallel({kind!r}, sequence=True) is not supported: grids already shard the "
             "tensors between linear layers"
         )
-        raise ConstraintError(what, remedy='pass "1d", or omit sequence')
+        raise ConstraintError(message, remedy='pass "1d", or omit sequence')
     if kind in GRIDS and len(set(names)) != GRIDS[kind]:
-        what = (
+        message = (
             f"tensor_parallel({kind!r}) needs {GRIDS[kind]} mesh axes, but axes={list(names)} "
             f"names {len(set(names))}"
         )
         raise ConstraintError(
-            what,
+            message,
             remedy="name each side of the grid once, as in tensor_parallel('2d', axes=('a', 'b'))",
         )
     return Parallelism(_TENSORS[kind], names, sequence=sequence)

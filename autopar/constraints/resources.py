@@ -113,9 +113,9 @@ def pipeline(
         )
     chunks = (2 if schedule == INTERLEAVED else 1) if chunks is None else chunks
     if (chunks < 2) if schedule == INTERLEAVED else (chunks != 1):
-        what = f"schedule {schedule!r} does not support {chunks} stages per device"
+        message = f"schedule {schedule!r} does not support {chunks} stages per device"
         raise ConstraintError(
-            what,
+            message,
             remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, no chunks with other "
             "schedules",
         )

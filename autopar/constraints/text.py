@@ -66,8 +66,10 @@ def parse_constraint(text: str) -> Constraint:
         inspect.signature(make).bind(*args, **kwargs)
         return make(*args, **kwargs)
     except (TypeError, AttributeError) as error:  # of another name, number or type than it takes
-        taken = ", ".join(inspect.signature(make).parameters)
-        raise ConstraintError(f"{name}: {error}", where=text, remedy=f"it takes {taken}") from error
+        parameters = ", ".join(inspect.signature(make).parameters)
+        raise ConstraintError(
+            f"{name}: {error}", where=text, remedy=f"it takes {parameters}"
+        ) from error
 
 
 def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:

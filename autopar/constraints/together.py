@@ -23,10 +23,10 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
     Raises:
         ConstraintError: if two constraints request one, or no axis has the requested size.
     """
-    found: list[tuple[Constraint, Pipelined]] = []
+    pipelines: list[tuple[Constraint, Pipelined]] = []
     for constraint in constraints:
         if isinstance(constraint, Pipelined):
-            found.append((constraint, constraint))
+            pipelines.append((constraint, constraint))
         elif isinstance(constraint, Megatron) and (
             constraint.pp != 1 or constraint.zero in (1, 2) or constraint.microbatches
         ):
@@ -36,14 +36,15 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
                 constraint.microbatches,
                 constraint.chunks,
             )
-            found.append(
+            pipelines.append(
                 (constraint, Pipelined(axis, num, schedule, None, independent=False, chunks=chunks))
             )
-    if len(found) > 1:
+    if len(pipelines) > 1:
         raise ConstraintError(
-            f"{found[0][0]} and {found[1][0]} both define a pipeline", remedy="pass one of them"
+            f"{pipelines[0][0]} and {pipelines[1][0]} both define a pipeline",
+            remedy="pass one of them",
         )
-    return found[0][1] if found else None
+    return pipelines[0][1] if pipelines else None
 
 
 def check_number(constraints: Iterable[Constraint], num: int) -> None:
@@ -57,10 +58,10 @@ def check_number(constraints: Iterable[Constraint], num: int) -> None:
             None,
             num,
         ):
-            what = (
+            message = (
                 f"{constraint} and num_microbatches={num} request different numbers of microbatches"
             )
-            raise ConstraintError(what, remedy="pass one of them, or the same number in both")
+            raise ConstraintError(message, remedy="pass one of them, or the same number in both")
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
@@ -85,13 +86,13 @@ def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
     constraints = tuple(constraints)
     try:
         stages = pipeline_in(constraints, mesh)
-        left = mesh.without((stages.axis if stages is not None else None) or "")
+        other_axes = mesh.without((stages.axis if stages is not None else None) or "")
         for constraint in constraints:
             if not isinstance(
                 constraint, Pipelined
             ):  # all but the pipeline are for the mesh of one stage
-                check(constraint, left)
-        list(parallelisms(constraints, left))
+                check(constraint, other_axes)
+        list(parallelisms(constraints, other_axes))
     except (ConstraintError, MeshError):
         return False
     return True
@@ -225,30 +226,30 @@ def _remap_constraint(
 
 def _layouts(constraint: LayoutConstraint, before: Mesh, there: Mesh) -> LayoutConstraint:
     axes = axes_from(before, there)
-    given = {kind: layout for kind in KINDS if (layout := getattr(constraint, kind)) is not None}
-    return replace(constraint, **{kind: layout.over(axes) for kind, layout in given.items()})
+    layouts = {kind: layout for kind in KINDS if (layout := getattr(constraint, kind)) is not None}
+    return replace(constraint, **{kind: layout.over(axes) for kind, layout in layouts.items()})
 
 
 def _named(constraint: Parallelism, there: Mesh) -> Parallelism | None:
     axes = constraint.axes or ()
-    left = tuple(name for name in axes if name in there.names)
-    if left != axes and constraint.kind in GRIDS:
-        missing = next(name for name in axes if name not in left)
-        what = f"{constraint}: mesh {there} has no axis {missing!r}, which is a side of its grid"
+    known_axes = tuple(name for name in axes if name in there.names)
+    if known_axes != axes and constraint.kind in GRIDS:
+        missing = next(name for name in axes if name not in known_axes)
+        message = f"{constraint}: mesh {there} has no axis {missing!r}, which is a side of its grid"
         raise ConstraintError(
-            what,
+            message,
             remedy="use these axis names in the other mesh, or plan for it without this constraint",
         )
-    return replace(constraint, axes=left) if left else None
+    return replace(constraint, axes=known_axes) if known_axes else None
 
 
 def _megatron(constraint: Megatron, before: Mesh, there: Mesh) -> Megatron:
-    found: dict[str, tuple[str, ...]] = {
+    axes_by_plan: dict[str, tuple[str, ...]] = {
         part.name: part.axes or () for part in parts_of(constraint, before)
     }
     words = {"tp": "tensor_parallel_1d", "cp": "context_parallel", "ep": "expert_parallel"}
     named = {
-        word: tuple(name for name in found.get(plan, ()) if name in there.names) or 1
+        word: tuple(name for name in axes_by_plan.get(plan, ()) if name in there.names) or 1
         for word, plan in words.items()
     }
     free = (*constraint.free, *(name for name in there.names if name not in before.names))

@@ -228,9 +228,9 @@ def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) 
     per row. The share of a launch is the host's time for one more tensor."""
     least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
     put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
-    taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
+    output_bytes = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
     bytes_per_s = profile.memory_bandwidth_bytes_per_s * profile.memory_efficiency["elementwise"]
-    return _PER_MEMBER * profile.launch_overhead_s + 2 * (put_in + taken) / bytes_per_s
+    return _PER_MEMBER * profile.launch_overhead_s + 2 * (put_in + output_bytes) / bytes_per_s
 
 
 def share_of_bucket(
@@ -273,12 +273,12 @@ def least_per_byte(kind: Kind, axis_size: int, link: str, profile: HardwareProfi
     Raises:
         HardwareError: if the profile has no such link.
     """
-    whole = Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", 0)
+    collective = Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", 0)
     most = most_put_in(kind, axis_size)
     totals = (max(most >> n, 1) for n in range(_NUM_TOTALS))
     launches_s = 2 * profile.launch_overhead_s
     return min(
-        (collective_time(replace(whole, bytes=total), axis_size, link, profile) + launches_s)
+        (collective_time(replace(collective, bytes=total), axis_size, link, profile) + launches_s)
         / total
         for total in totals
     )

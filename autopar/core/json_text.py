@@ -98,8 +98,8 @@ def _check_depth(text: str) -> None:
     for match in _TEXT_OR_BRACKET.finditer(text):
         depth += _STEPS.get(match[0], 0)
         if depth > MOST_LEVELS:
-            where = f"line {text.count(chr(10), 0, match.start()) + 1}"
-            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep: {where}")
+            line = f"line {text.count(chr(10), 0, match.start()) + 1}"
+            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep: {line}")
 
 
 def _read_integer(digits: str) -> int:

@@ -49,8 +49,8 @@ def named(name: str, page: str) -> Callable[[F], F]:
 def _refusal(
     name: str, page: str, signature: inspect.Signature, args: Any, kwargs: Any, problem: str
 ) -> ArgumentError:
-    taken = [p for p in signature.parameters.values() if p.kind not in _UNNAMED]
-    known = [p.name for p in taken]
+    parameters = [p for p in signature.parameters.values() if p.kind not in _UNNAMED]
+    known = [p.name for p in parameters]
     listed = f"help({name}) and {page} list the arguments"
     unknown = next((given for given in kwargs if given not in known), None)
     if unknown is not None:
@@ -61,14 +61,16 @@ def _refusal(
             else f"{name} takes {', '.join(known)}; {listed}"
         )
         return ArgumentError(f"{name} has no argument {unknown!r}", remedy=remedy)
-    positions = [p.name for p in taken if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positions = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     by_position = positions[: len(args)]
     missing = [
-        p.name for p in taken if p.default is p.empty and p.name not in (*by_position, *kwargs)
+        p.name for p in parameters if p.default is p.empty and p.name not in (*by_position, *kwargs)
     ]
     if missing and len(args) <= len(positions):
-        what = f"{name} is missing {' and '.join(map(repr, missing))}"
-        return ArgumentError(what, remedy=f"pass {', '.join(f'{m}=' for m in missing)}; {listed}")
+        message = f"{name} is missing {' and '.join(map(repr, missing))}"
+        return ArgumentError(
+            message, remedy=f"pass {', '.join(f'{m}=' for m in missing)}; {listed}"
+        )
     return ArgumentError(
         f"{name}: {problem}",
         remedy=f"positional arguments are {', '.join(positions)}, others are keywords; {listed}",

@@ -256,10 +256,10 @@ class Layout:
     def splits_like(self, other: Layout) -> bool:
         """Whether every rank's part covers the same elements as in `other`, regardless of partial
         sums."""
-        alike = self._dims == other._dims and all(
+        same_dims = self._dims == other._dims and all(
             self.splitters(dim) == other.splitters(dim) for dim in self.split
         )
-        return alike and self.special == other.special and not self.has_halo
+        return same_dims and self.special == other.special and not self.has_halo
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
         """Return into how many parts `dim` is split on a mesh of `mesh_shape`."""

@@ -62,7 +62,7 @@ def lazily(
     def names() -> list[str]:
         """List `__all__`, the lazy names and the special attributes."""
         here = sys.modules[package]
-        own = (name for name in vars(here) if name.startswith("__"))
-        return sorted({*own, *here.__all__, *modules})
+        module_names = (name for name in vars(here) if name.startswith("__"))
+        return sorted({*module_names, *here.__all__, *modules})
 
     return get, names

@@ -144,8 +144,8 @@ class Mesh:
         links = {
             axis.name: self.link(index) for index, axis in enumerate(self.axes) if axis.name != name
         }
-        left = [axis for axis in self.axes if axis.name != name]
-        return Mesh(left or {"device": 1}, devices_per_node=self.devices_per_node, links=links)
+        axes = [axis for axis in self.axes if axis.name != name]
+        return Mesh(axes or {"device": 1}, devices_per_node=self.devices_per_node, links=links)
 
     def to_json(self) -> dict[str, Any]:
         """Return the mesh as data of JSON, the inverse of `from_json`."""
@@ -235,12 +235,12 @@ def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
         raise MeshError(f"mesh axis names repeat: {names}", remedy="give each axis a unique name")
     for axis in axes:
         if not axis.name or set(axis.name) & set(",= "):  # `Mesh.parse` must read str(mesh)
-            what = (
+            message = (
                 f"mesh axis name {axis.name!r} contains a comma, an equals sign or a space"
                 if axis.name
                 else "a mesh axis has no name"
             )
-            raise MeshError(what, remedy='pass for example autopar.Mesh({"node": 4, "gpu": 8})')
+            raise MeshError(message, remedy='pass for example autopar.Mesh({"node": 4, "gpu": 8})')
         if not isinstance(axis.size, int) or axis.size < 1:
             raise MeshError(
                 f"mesh axis {axis.name!r} has size {axis.size!r}",
@@ -334,12 +334,12 @@ def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
         return parsed
     if isinstance(mesh, Mesh):
         return _on(parsed, mesh)
-    what = (
+    message = (
         f"hardware= has profiles along {parsed.axis!r}, but the planner chooses the axes of the"
         " mesh"
     )
     raise HardwareError(
-        what,
+        message,
         remedy=(
             f'pass a mesh with that axis, autopar.Mesh({{"{parsed.axis}": {len(parsed.profiles)},'
             " ...})"
@@ -354,8 +354,8 @@ def _mixed_hardware(hardware: object) -> Mixed:
             remedy=f"pass the name of a profile, a profile, or {_FORM}",
         )
     if len(hardware) != 1:
-        what = f"hardware= has profiles along {' and '.join(map(repr, hardware)) or 'no axis'}"
-        raise HardwareError(what, remedy=f"devices may differ along one axis: pass {_FORM}")
+        message = f"hardware= has profiles along {' and '.join(map(repr, hardware)) or 'no axis'}"
+        raise HardwareError(message, remedy=f"devices may differ along one axis: pass {_FORM}")
     ((axis, along),) = hardware.items()
     if isinstance(along, str | os.PathLike | HardwareProfile) or not isinstance(along, Sequence):
         raise HardwareError(
@@ -380,16 +380,16 @@ def _mixed_hardware(hardware: object) -> Mixed:
 def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
     """Check that the mesh has the axis of `mixed`, with one device per profile."""
     if mixed.axis not in mesh.names:
-        what = f"hardware= has profiles along {mixed.axis!r}, but mesh {mesh} has no such axis"
-        raise HardwareError(what, remedy=f"its axes are {', '.join(mesh.names)}")
+        message = f"hardware= has profiles along {mixed.axis!r}, but mesh {mesh} has no such axis"
+        raise HardwareError(message, remedy=f"its axes are {', '.join(mesh.names)}")
     size, num = mesh.shape[mesh.names.index(mixed.axis)], len(mixed.profiles)
     if size != num:
-        what = (
+        message = (
             f"hardware= has {num} profile{'s' if num != 1 else ''} along {mixed.axis!r}, but mesh "
             f"{mesh} has {size} devices along it"
         )
         raise HardwareError(
-            what, remedy=f"pass {size} profiles, one per index, even if several are equal"
+            message, remedy=f"pass {size} profiles, one per index, even if several are equal"
         )
     return mixed
 

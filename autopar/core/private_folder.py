@@ -128,9 +128,9 @@ def warn_once(message: str) -> None:
 
 def _make(folder: Path) -> None:
     """Make a folder and those above it; `Path.mkdir` gives the mode to the last of them alone."""
-    for each in (*reversed(folder.parents), folder):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
+    for parent in (*reversed(folder.parents), folder):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
 

@@ -300,11 +300,11 @@ class Condition:
 
     def admits(self, layouts: Strategy) -> bool:
         """Whether a strategy with these layouts meets the condition."""
-        whole = all(
+        is_replicated = all(
             layout.placements[self.axis] == REPLICATE
             for layout in (*layouts.inputs, *layouts.outputs)
         )
-        return whole == self.is_whole
+        return is_replicated == self.is_whole
 
 
 Kernels = Mapping[tuple[int, bool], tuple[OverlapKernel, ...]]

@@ -196,12 +196,12 @@ def _in_order(have: list[int], arcs: set[Arc]) -> tuple[Arc, ...]:
     """The arcs so that each starts where one before it ended; arcs into what is at hand already
     are left out."""
     ready, ordered = set(have), list[Arc]()
-    left = sorted(arcs, key=lambda a: (a.src, a.dst))
-    while left:
-        step = next((a for a in left if a.src in ready), None)
+    remaining = sorted(arcs, key=lambda a: (a.src, a.dst))
+    while remaining:
+        step = next((a for a in remaining if a.src in ready), None)
         if step is None:
             break
-        left.remove(step)
+        remaining.remove(step)
         if step.dst not in ready:
             ready.add(step.dst)
             ordered.append(step)

@@ -83,8 +83,8 @@ def work(phase: str, time_s: float, *, compute: bool = False, early: bool = Fals
         early: whether it is early communication.
     """
     at, neither = PHASES.index(phase), (0.0, 0.0)
-    own = (0.0, time_s) if at else (time_s, 0.0)
-    return Load(time_s, own if compute else neither, own if early else neither)
+    load = (0.0, time_s) if at else (time_s, 0.0)
+    return Load(time_s, load if compute else neither, load if early else neither)
 
 
 @dataclass
@@ -122,12 +122,12 @@ class Streams:
     def compute(self, time_s: float) -> None:
         """Run compute that takes `time_s` seconds if nothing overlaps with it."""
         while self._queue and time_s > 0.0:
-            step, left = self._queue[0]
-            goes_on = time_s < left * (1.0 - self.slowdown)
-            both_s = time_s / (1.0 - self.slowdown) if goes_on else left
-            time_s = 0.0 if goes_on else time_s - left * (1.0 - self.slowdown)
+            step, remaining_s = self._queue[0]
+            goes_on = time_s < remaining_s * (1.0 - self.slowdown)
+            both_s = time_s / (1.0 - self.slowdown) if goes_on else remaining_s
+            time_s = 0.0 if goes_on else time_s - remaining_s * (1.0 - self.slowdown)
             self.hidden_s += both_s
-            self._advance(step, left, both_s)
+            self._advance(step, remaining_s, both_s)
         self.now_s += time_s
 
     def block(self, time_s: float) -> None:
@@ -137,9 +137,9 @@ class Streams:
     def finish(self, step: Hashable) -> None:
         """Wait until an early step is done."""
         while step not in self.done_s:
-            first, left = self._queue[0]
-            self.waited_s += left
-            self._advance(first, left, left)
+            first, remaining_s = self._queue[0]
+            self.waited_s += remaining_s
+            self._advance(first, remaining_s, remaining_s)
 
     def _advance(self, step: Hashable, left_s: float, time_s: float) -> None:
         """Run the first early step for `time_s` of its `left_s` remaining seconds."""

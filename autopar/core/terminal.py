@@ -155,12 +155,12 @@ def _write_periodically(
     first: str, after_s: float, every_s: float, write: Callable[[str], None]
 ) -> Iterator[Callable[[str], None]]:
     """Write the progress after `after_s` seconds, and then every `every_s` seconds."""
-    now, begin, done = [first], time.monotonic(), threading.Event()
+    now, begin, finished = [first], time.monotonic(), threading.Event()
 
     def watch() -> None:
         """Write until the work is done."""
         wait_s = after_s
-        while not done.wait(wait_s):
+        while not finished.wait(wait_s):
             write(f"{now[0]} … ({time.monotonic() - begin:.0f} s elapsed)")
             wait_s = every_s
 
@@ -169,7 +169,7 @@ def _write_periodically(
     try:
         yield lambda what: now.__setitem__(0, what)
     finally:
-        done.set()
+        finished.set()
         thread.join()
 
 

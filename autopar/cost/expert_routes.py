@@ -57,13 +57,13 @@ def savings(
     reached, moves = profile.kernels.get(ROUTE, 0.0), own_moves(call, strategy, price.mesh.shape)
     if not reached or not moves or why_none(price.mesh, moves[0].axis):
         return ()
-    dtype, found = computes_in(call.inputs), []
+    dtype, savings_s = computes_in(call.inputs), []
     for move, (_, has_pass) in zip(moves, EXCHANGES[call.target], strict=True):
         pass_s = (
             compute_time(Work(0, 2 * move.bytes, "indexing"), dtype, profile) if has_pass else 0.0
         )
-        found.append(pass_s - price(move) * (1.0 / reached - 1.0))
-    return tuple(found)
+        savings_s.append(pass_s - price(move) * (1.0 / reached - 1.0))
+    return tuple(savings_s)
 
 
 def saved_of(

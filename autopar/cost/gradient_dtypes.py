@@ -52,16 +52,16 @@ def left_uncast(
         → the ways to add its gradient without a cast.
     """
     casts = addable_uncast(trace)
-    found: list[ClusterClass] = []
+    with_uncast: list[ClusterClass] = []
     parameters: dict[str, Uncast] = {}
-    for each in classes:
+    for cluster_class in classes:
         groups: dict[tuple[int, ...], list[Cluster]] = {}
-        for cluster in each.instances:
+        for cluster in cluster_class.instances:
             groups.setdefault(
                 tuple(n for n, member in enumerate(cluster.members) if member.node in casts), []
             ).append(cluster)
         for places, instances in groups.items():
-            strategies = each.strategies
+            strategies = cluster_class.strategies
             if len(places) == 1:
                 cast = instances[0].members[places[0]]
                 result = instances[0].results.index((cast.node, 0))
@@ -73,8 +73,8 @@ def left_uncast(
                     casts[cluster.members[places[0]].node]: uncast for cluster in instances
                 }
                 strategies = (*strategies, *(_uncast(s, places[0], result) for s in strategies))
-            found.append(ClusterClass(tuple(instances), strategies))
-    return tuple(found), parameters
+            with_uncast.append(ClusterClass(tuple(instances), strategies))
+    return tuple(with_uncast), parameters
 
 
 def _uncast(strategy: ClusterStrategy, place: int, result: int) -> ClusterStrategy:
@@ -124,19 +124,19 @@ def widened_bytes(problem: Problem, value: Value) -> list[int]:
         if problem.values[variant.value] is value
         for use in variant.uses
     }
-    wanted = {s.layouts.inputs[use.operand] for use in uses for s in ops[use.op].strategies}
+    read_layouts = {s.layouts.inputs[use.operand] for use in uses for s in ops[use.op].strategies}
     fewest: dict[int, int] = {}
-    found = []
+    widened = []
     for strategy in ops[value.op].strategies:
         layout = strategy.layouts.outputs[value.result]
-        if layout in wanted or not layout.has_partial:
-            found.append(0)
+        if layout in read_layouts or not layout.has_partial:
+            widened.append(0)
         else:
-            made = value.graph.index[layout]
-            if made not in fewest:
-                fewest[made] = _fewest(value.graph, made)
-            found.append(fewest[made])
-    return found
+            made_layout = value.graph.index[layout]
+            if made_layout not in fewest:
+                fewest[made_layout] = _fewest(value.graph, made_layout)
+            widened.append(fewest[made_layout])
+    return widened
 
 
 def _fewest(graph: LayoutGraph, made: int) -> int:

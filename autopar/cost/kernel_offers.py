@@ -128,7 +128,7 @@ class _Offers:
 
     def all(self) -> Kernels:
         """Return the kernels by variant and phase."""
-        found: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
+        kernels_of: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
         for v, variant in enumerate(self.problem.variants):
             value = self.problem.values[variant.value]
             for late in (False, True) if value.phase == "forward" else (False,):
@@ -139,8 +139,8 @@ class _Offers:
                     else tuple(self.of(v, late))
                 )
                 if kernels:
-                    found[v, late] = kernels
-        return found
+                    kernels_of[v, late] = kernels
+        return kernels_of
 
     def of(self, v: int, late: bool) -> Iterator[OverlapKernel]:
         """Yield the kernels of a variant.
@@ -157,14 +157,14 @@ class _Offers:
             groups: dict[tuple[OverlapOption, ...], list[int]] = {}
             for s, strategy in enumerate(product.classes.strategies):
                 here = hides.get(product.layout(strategy), ())
-                found = tuple(
+                saving = tuple(
                     h for a, arc in here for h in self._find_hidden(v, product, strategy, a, arc)
                 )
-                groups.setdefault(found, []).append(s)
+                groups.setdefault(saving, []).append(s)
             yield from (
                 kernel
-                for found, chosen in groups.items()
-                for kernel in self._kernels(v, product, tuple(chosen), found)
+                for saving, chosen in groups.items()
+                for kernel in self._kernels(v, product, tuple(chosen), saving)
             )
 
     def _kernels(
@@ -306,12 +306,12 @@ class _Offers:
         runs = not late or problem.ops[value.op].recomputable
         if classes is None or not runs:
             return
-        made = classes.first.results[value.result]
-        if makes(classes.first, made, ops.dot):
+        result = classes.first.results[value.result]
+        if makes(classes.first, result, ops.dot):
             yield Product(value.op, late, classes, None)
             for normed in () if late else self._find_normed_sums(classes):
                 yield Product(value.op, late, classes, None, normed=normed)
-        elif not late and makes(classes.first, made, ADDITION):
+        elif not late and makes(classes.first, result, ADDITION):
             yield from self._added_products(value.op, classes)
 
     def _find_normed_sums(self, classes: ClusterClass) -> list[NormedSum]:
@@ -320,28 +320,30 @@ class _Offers:
 
         With `in_any_stage`, return the sum and the norm of each instance separately.
         """
-        found = [
+        instance_sums = [
             normed_after(self.index.nodes[cluster.members[0].node]) for cluster in classes.instances
         ]
-        places = [[self._place(n) for n in each] for each in found if each is not None]
-        whole = [
+        places = [[self._place(n) for n in nodes] for nodes in instance_sums if nodes is not None]
+        complete = [
             (total, squares, norm) for total, squares, norm in places if total and squares and norm
         ]
         totals, pairs = (
-            {total[0]: Sum(*total) for total, _, _ in whole},
-            {(s[0], n[0]): (s, n) for _, s, n in whole},
+            {total[0]: Sum(*total) for total, _, _ in complete},
+            {(s[0], n[0]): (s, n) for _, s, n in complete},
         )
-        missing = len(whole) < len(found) or len(totals) != 1
+        missing = len(complete) < len(instance_sums) or len(totals) != 1
         if self.in_any_stage:
-            each = {(t[0], s[0], n[0]): NormedSum(Sum(*t), ((s, n),)) for t, s, n in whole}
-            return [each[key] for key in sorted(each)]
+            normed_sums = {
+                (t[0], s[0], n[0]): NormedSum(Sum(*t), ((s, n),)) for t, s, n in complete
+            }
+            return [normed_sums[key] for key in sorted(normed_sums)]
         return (
             [
                 NormedSum(
                     next(iter(totals.values())), tuple(pair for _, pair in sorted(pairs.items()))
                 )
             ]
-            if whole and not missing
+            if complete and not missing
             else []
         )
 
@@ -364,13 +366,13 @@ class _Offers:
             if self.in_any_stage
             else last
         )
-        found = {
+        products = {
             None if i is None else self.index.heads.get(operands_of(total)[i].name)
             for total, i in places
         }
         for product in (
-            sorted(n for n in found if n is not None)
-            if self.in_any_stage or len(found) == 1
+            sorted(n for n in products if n is not None)
+            if self.in_any_stage or len(products) == 1
             else ()
         ):
             source = self.sources[product].cluster

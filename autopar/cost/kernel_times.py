@@ -144,10 +144,10 @@ class KernelSite:
         """Return the seconds of one of `num` chunks of the product, including the addition if there
         is one."""
         reads, makes = self.infos(num)
-        done = list(works(self.call.target, self.call.args, self.call.kwargs, reads, makes))
+        parts = list(works(self.call.target, self.call.args, self.call.kwargs, reads, makes))
         if self.adds:
-            done += works(ADDITION, (), {}, makes * 2, makes)
-        return sum(times * compute_time(each, computes_in(reads), profile) for each, times in done)
+            parts += works(ADDITION, (), {}, makes * 2, makes)
+        return sum(times * compute_time(each, computes_in(reads), profile) for each, times in parts)
 
 
 def terms_of(call: Call) -> tuple[str, str, str]:
@@ -218,9 +218,9 @@ def _together(site: KernelSite, moved_s: float, chunks: int, profile: HardwarePr
 
 def _pass_s(site: KernelSite, num: int, profile: HardwareProfile) -> float:
     """Return the seconds in which a rank reads or writes `num` parts of the scattered tensor."""
-    made = site.infos()[1][0]
-    part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
-    return compute_time(Work(0, num * part_bytes, "elementwise"), made.dtype, profile)
+    result = site.infos()[1][0]
+    part_bytes = result.dtype.itemsize * math.prod(result.shape) // site.size
+    return compute_time(Work(0, num * part_bytes, "elementwise"), result.dtype, profile)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class NormedSum:
     def strategies(self, layout: Layout) -> Strategies:
         """Return the strategies in which all ops have whole rows in a layout; empty if an op has
         none."""
-        found = [(self.total.op, self.total.strategies(layout))]
+        strategies_of_ops = [(self.total.op, self.total.strategies(layout))]
         for (squares, squaring), (norm, norming) in self.norms:
             sums = {
                 s: head.outputs[0]
@@ -276,8 +276,12 @@ class NormedSum:
                 for s, (*read, weight), y in rows
                 if tuple(read) in reads and weight.is_replicated and y == layout
             ]
-            found += [(squares, tuple(sums)), (norm, tuple(normed))]
-        return tuple(found) if all(strategies for _, strategies in found) else ()
+            strategies_of_ops += [(squares, tuple(sums)), (norm, tuple(normed))]
+        return (
+            tuple(strategies_of_ops)
+            if all(strategies for _, strategies in strategies_of_ops)
+            else ()
+        )
 
     def calls(self, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
         """Return the calls of one instance, with strategies that have whole rows in a layout."""
@@ -317,18 +321,22 @@ class Product:
 
     def layout(self, strategy: ClusterStrategy) -> Layout:
         """Return the layout of the tensor in a strategy of the product."""
-        own = strategy.members[0]
-        return own.outputs[0] if self.factor is None else own.inputs[self.factor]
+        chosen = strategy.members[0]
+        return chosen.outputs[0] if self.factor is None else chosen.inputs[self.factor]
 
     def result_dim(self, dim: int) -> int | None:
         """Return the dim of the product's result that corresponds to a dim of the tensor; None if
         the product sums over it, or if both factors have it."""
         if self.factor is None:
             return dim
-        mine, other, made = (
+        mine, other, result_term = (
             terms_of(self.cluster.members[0].call)[i] for i in (self.factor, 1 - self.factor, 2)
         )
-        return made.index(mine[dim]) if mine[dim] in made and mine[dim] not in other else None
+        return (
+            result_term.index(mine[dim])
+            if mine[dim] in result_term and mine[dim] not in other
+            else None
+        )
 
 
 def _heads(classes: ClusterClass) -> Iterator[tuple[int, Strategy]]:

@@ -133,14 +133,14 @@ class Liveness:
     @cached_property
     def widened(self) -> NodeBytes:
         """Node that may compute partial sums → its op, and `widened_bytes`."""
-        found: NodeBytes = {}
+        bytes_of_node: NodeBytes = {}
         for v, refs in enumerate(self.priced.refs):
             value = self.priced.problem.values[self.priced.problem.variants[v].value]
             sizes = widened_bytes(self.priced.problem, value) if value.phase == "backward" else []
-            found |= {
+            bytes_of_node |= {
                 name: (value.op, sizes) for name, _ in refs if any(sizes) and self._is_made(name)
             }
-        return found
+        return bytes_of_node
 
     def _scratch_bytes(self, cluster: ClusterClass) -> list[int]:
         first = cluster.first.members[0].call
@@ -229,12 +229,12 @@ class Liveness:
         """Add a forward value while a forward node runs."""
         spans = [self.spans[name] for name, _ in refs]
         tally.kept[v] = sum(0 <= s.last_forward <= now and s.until >= 0 for s in spans)
-        own = [] if value.resident else [s for s in spans if not s.is_view]
+        stored_spans = [] if value.resident else [s for s in spans if not s.is_view]
         still = sum(
             s.made == now
             or s.made < now < s.last_forward
             or (s.last_forward == now and s.until < 0)
-            for s in own
+            for s in stored_spans
         )
         add(tally.live, self.sizes_of(value), value.op, still)
 
@@ -305,13 +305,15 @@ class Liveness:
     def _at_ops(self) -> Iterator[MemoryPoint]:
         for index, source in enumerate(self.priced.sources):
             if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
-                now, which = min(
+                now, instance = min(
                     (self.positions[c.members[0].node], n)
                     for n, c in enumerate(source.cluster.instances)
                 )
-                made = self.first_node_bytes(index, source.cluster.instances[which].members[0].node)
-                if made:
-                    yield self._while(index, source.cluster.instances[which], now, made)
+                node_bytes = self.first_node_bytes(
+                    index, source.cluster.instances[instance].members[0].node
+                )
+                if node_bytes:
+                    yield self._while(index, source.cluster.instances[instance], now, node_bytes)
 
     def add_scratch(self, live: dict[int, list[int]], node: str) -> None:
         """Add the temporary memory of a node."""
@@ -330,12 +332,12 @@ class Liveness:
         for name in sorted(self.widened, key=self.positions.__getitem__):
             first.setdefault(self.widened[name][0], name)
         for op, name in first.items():
-            now, live, held = self.at(name + WIDENED), dict[int, list[int]](), dict[int, int]()
+            now, live, waiting = self.at(name + WIDENED), dict[int, list[int]](), dict[int, int]()
             for v, refs in enumerate(self.priced.refs):
                 value = self.priced.problem.values[self.priced.problem.variants[v].value]
                 others = [(n, self.spans[n]) for n, _ in refs if n != name]
                 if value.phase == "forward":
-                    held[v] = self._num_waiting(refs, now, value.num_versions)
+                    waiting[v] = self._num_waiting(refs, now, value.num_versions)
                 else:
                     num_waiting = sum(s.made < now < s.until and s.has_memory for _, s in others)
                     add(
@@ -351,7 +353,7 @@ class Liveness:
             self.add_returned(live, now)
             add(live, self.widened[name][1], op, 1)
             yield MemoryPoint(
-                name + WIDENED, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live)
+                name + WIDENED, tuple((v, n) for v, n in waiting.items() if n), freeze_sizes(live)
             )
 
     def add_gradient(self, name: str, value: Value, live: dict[int, list[int]]) -> None:
@@ -378,14 +380,14 @@ class Liveness:
     def first_node_bytes(self, op: int, node: str) -> dict[int, list[int]]:
         """Return op → bytes per strategy of the results that its first node computes, and of the
         temporary memory of that node."""
-        made: dict[int, list[int]] = {}
-        self.add_scratch(made, node)
+        node_bytes: dict[int, list[int]] = {}
+        self.add_scratch(node_bytes, node)
         for result in self.priced.problem.ops[op].results:
             if any(
                 self.spans[name].is_made_anew(self.positions[node]) for name in self.names(result)
             ):
-                add(made, self.sizes_of(self.priced.problem.values[result]), op, 1)
-        return made
+                add(node_bytes, self.sizes_of(self.priced.problem.values[result]), op, 1)
+        return node_bytes
 
     def _while(
         self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]
@@ -394,7 +396,7 @@ class Liveness:
         its results."""
         problem, first = self.priced.problem, cluster.members[0]
         values = [problem.values[variant.value] for variant in problem.variants]
-        held = {
+        waiting = {
             v: self._num_waiting(refs, now, value.num_versions)
             for v, (value, refs) in enumerate(zip(values, self.priced.refs, strict=True))
             if value.phase == "forward"
@@ -408,11 +410,11 @@ class Liveness:
                     for s in problem.ops[op].strategies
                 ]
                 add(live, read, op, 1)
-                if v in held:
-                    held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
+                if v in waiting:
+                    waiting[v] -= self.spans[ref[0]].waits(now, value.num_versions)
         self.add_returned(live, now)
         return MemoryPoint(
-            first.node, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live)
+            first.node, tuple((v, n) for v, n in waiting.items() if n), freeze_sizes(live)
         )
 
     def _num_waiting(self, refs: Sequence[Ref], now: float, num_versions: int) -> int:

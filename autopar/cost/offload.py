@@ -33,12 +33,12 @@ def host_budget(forced: Forced, profile: HardwareProfile) -> int:
     if forced.offload is None and not stored:
         return 0
     if profile.host is None:
-        what = (
+        message = (
             f"profile {profile.name!r} has no figures for host memory, but"
             f" {forced.offload or stored[0]} requires host storage"
         )
         raise HardwareError(
-            what,
+            message,
             remedy=(
                 'add the field "host" to a copy of the profile and pass its path, or plan without'
                 " offload"
@@ -68,17 +68,17 @@ def offload_seconds(
         Seconds per layout. Infinite for partial sums, parts with halos, layouts marked as uncast or
         on the host, and layouts in which the tensor may not be kept.
     """
-    found = []
+    seconds = []
     for n, layout in enumerate(graph.layouts):
         may = (keepable is None or n in keepable) and not (
             layout.has_partial or layout.has_halo or layout.uncast or layout.host
         )
-        found.append(
+        seconds.append(
             price(host_copy("store", info.shape, info.dtype, layout, mesh_shape))
             if may
             else math.inf
         )
-    return tuple(found)
+    return tuple(seconds)
 
 
 def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:
@@ -92,10 +92,10 @@ def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forc
     Returns:
         The constraints on each stage.
     """
-    whole = host_budget(forced, profile)
-    if not whole or num_stages == 1:
+    total_bytes = host_budget(forced, profile)
+    if not total_bytes or num_stages == 1:
         return forced
     asked = forced.offload or Offloaded(
         parameters=False, activations=False, host_bytes=None
     )  # only storage layouts place tensors on the host
-    return replace(forced, offload=replace(asked, host_bytes=max(whole // num_stages, 1)))
+    return replace(forced, offload=replace(asked, host_bytes=max(total_bytes // num_stages, 1)))

@@ -169,7 +169,7 @@ def call_time(
     dtype = computes_in(inputs)
     senders = num_senders(call, strategy, mesh_shape)
     mirrored = any(layout.special for layout in strategy.outputs)  # results have no halos
-    done = works(
+    parts = works(
         call.target,
         call.args,
         call.kwargs,
@@ -179,7 +179,7 @@ def call_time(
         mirrored=mirrored,
         by_kernels=profile.has_row_kernels,
     )
-    return sum(n * compute_time(w, dtype, profile) for w, n in done)
+    return sum(n * compute_time(w, dtype, profile) for w, n in parts)
 
 
 def own_collectives(
@@ -230,7 +230,7 @@ class TotalWork:
             if node.op != "call_function":
                 continue
             call = call_of(node)
-            done = works(
+            parts = works(
                 call.target,
                 call.args,
                 call.kwargs,
@@ -239,7 +239,7 @@ class TotalWork:
                 by_kernels=by_kernels,
             )
             dtype = computes_in(call.inputs)
-            kinds.update((work, times, dtype) for work, times in done if work.kind != "view")
+            kinds.update((work, times, dtype) for work, times in parts if work.kind != "view")
         return TotalWork(tuple(kinds.items()))
 
     def least_s(self, hardware: Hardware, num_devices: int, num_microbatches: int = 1) -> float:

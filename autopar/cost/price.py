@@ -54,7 +54,7 @@ class OpBuilder:
 
     def parameters(self) -> None:
         """Add one op per class of equal parameters. Its strategies are the storage layouts."""
-        held = HeldPrices(
+        held_prices = HeldPrices(
             self.setting.profile, self.setting.optimizer, self.setting.moves, self.setting.all_ways
         )
         outputs = _output_nodes(self.setting.trace)
@@ -63,7 +63,7 @@ class OpBuilder:
             possible = self._storage_layouts(first)
             if self.setting.accumulates:
                 stages = self.setting.forced.named.stages_of(first.name)
-                strategies = held.strategies(
+                strategies = held_prices.strategies(
                     first, possible, stages, self.setting.uncast.get(first.name)
                 )
             else:
@@ -105,7 +105,7 @@ class OpBuilder:
                 group_of(p.name, self.setting.forced.starts),
                 self.setting.uncast.get(p.name),
             )
-            alike = (
+            key = (
                 _DIGITS.sub("*", p.name),
                 p.view,
                 p.dtype,
@@ -114,7 +114,7 @@ class OpBuilder:
                 p.gradient is None,
                 rest,
             )
-            groups.setdefault(alike, []).append(p)
+            groups.setdefault(key, []).append(p)
         return groups
 
     def _storage_layouts(self, p: Parameter) -> Sequence[Layout]:
@@ -123,14 +123,16 @@ class OpBuilder:
         Raises:
             ConstraintError: if there is none.
         """
-        wanted = self.setting.forced.storage.get(p.name)
+        forced_layout = self.setting.forced.storage.get(p.name)
         layouts = all_layouts(p.view, self.setting.mesh.shape)
-        if wanted is not None:
-            fits = not wanted.has_partial and wanted.fits(p.view, self.setting.mesh.shape)
-            layouts = (wanted,) if fits else ()
+        if forced_layout is not None:
+            fits = not forced_layout.has_partial and forced_layout.fits(
+                p.view, self.setting.mesh.shape
+            )
+            layouts = (forced_layout,) if fits else ()
         storing = [at for at in layouts if storable(p.shape, p.view, at, self.setting.mesh.shape)]
         if (
-            wanted is None
+            forced_layout is None
             and self.setting.forced.offload is not None
             and self.setting.forced.offload.parameters
         ):
@@ -213,8 +215,12 @@ class OpBuilder:
         decided layout, or all."""
         if isinstance(border, Output) and border.whole:
             return (Layout.replicated(len(self.setting.mesh.axes)),)
-        wanted = self.setting.crossing.layouts.get(border.path)
-        return all_layouts(border.shape, self.setting.mesh.shape) if wanted is None else (wanted,)
+        forced_layout = self.setting.crossing.layouts.get(border.path)
+        return (
+            all_layouts(border.shape, self.setting.mesh.shape)
+            if forced_layout is None
+            else (forced_layout,)
+        )
 
     def _placeholder(
         self,
@@ -302,9 +308,9 @@ class OpBuilder:
         self, cluster_class: ClusterClass, strategy: ClusterStrategy
     ) -> OpStrategy:
         members = list(zip(cluster_class.first.members, strategy.members, strict=True))
-        done = [(m, s) for m, s in members if not any(at.uncast for at in s.outputs)]
+        timed = [(m, s) for m, s in members if not any(at.uncast for at in s.outputs)]
         compute_s = sum(
-            call_time(m.call, s, self.setting.mesh.shape, self.setting.profile) for m, s in done
+            call_time(m.call, s, self.setting.mesh.shape, self.setting.profile) for m, s in timed
         )
         moved_s = sum(
             map(self.setting.moves.price, own_collectives(members, self.setting.mesh.shape))
@@ -322,16 +328,16 @@ class OpBuilder:
         leaving = [o for o in self.setting.trace.outputs if o.crosses or o.is_answered]
         for o in leaving:
             self._add_leaving_output(o)
-        wanted = [
+        outputs = [
             (o.path, nodes[i].name, o.is_loss or o.whole)
             for i, o in enumerate(self.setting.trace.outputs)
             if o not in leaving
         ]
-        wanted += [(name, nodes[i].name, True) for name, i in self.setting.trace.mutated.items()]
-        for path, node, whole in wanted:
+        outputs += [(name, nodes[i].name, True) for name, i in self.setting.trace.mutated.items()]
+        for path, node, is_replicated in outputs:
             layouts = (
                 (replicated,)
-                if whole
+                if is_replicated
                 else all_layouts(self.tables.infos[node, 0].shape, self.setting.mesh.shape)
             )
             strategies = tuple(OpStrategy(Strategy((layout,), ()), 0.0) for layout in layouts)

@@ -67,8 +67,8 @@ class Span:
             now: position of the node.
             num_versions: number of layouts in which the tensor may be kept.
         """
-        left = self.read != NEVER and (num_versions == 1 or self.again != now)
-        return self.earliest > now or (self.earliest == now and left)
+        is_read_later = self.read != NEVER and (num_versions == 1 or self.again != now)
+        return self.earliest > now or (self.earliest == now and is_read_later)
 
 
 def find_spans(

@@ -121,10 +121,10 @@ class TensorValues:
         """Fold tensors into values by the ops that compute them, and into variants by the ops that
         read them."""
         groups: dict[tuple[int, int], dict[tuple[Use, ...], list[Ref]]] = {}
-        for ref, made in self.tables.made.items():
+        for ref, producer in self.tables.made.items():
             uses = self.tables.uses(ref)
             if uses:
-                groups.setdefault(made, {}).setdefault(uses, []).append(ref)
+                groups.setdefault(producer, {}).setdefault(uses, []).append(ref)
         values: list[Value] = []
         variants: list[Variant] = []
         refs: list[tuple[Ref, ...]] = []
@@ -211,10 +211,10 @@ class TensorValues:
         info = self.tables.infos[ref]
         produced = [s.layouts.outputs[result] for s in self.tables.ops[op].strategies]
         ordered = sorted(uses, key=lambda u: (u.op, u.operand))
-        wanted = [
+        read_layouts = [
             s.layouts.inputs[u.operand] for u in ordered for s in self.tables.ops[u.op].strategies
         ]
-        wanted += (
+        read_layouts += (
             all_layouts(info.shape, self.setting.mesh.shape)
             if ref[0] in self.setting.exposed
             else ()
@@ -234,7 +234,7 @@ class TensorValues:
             wide,
             reduces,
             tuple(dict.fromkeys(produced)),
-            tuple(dict.fromkeys(wanted)),
+            tuple(dict.fromkeys(read_layouts)),
         )
         if key not in self._graphs:
             self._graphs[key] = layout_graph(
@@ -242,7 +242,7 @@ class TensorValues:
                 info.dtype,
                 self.setting.mesh.shape,
                 produced,
-                wanted,
+                read_layouts,
                 self.price,
                 wide,
                 reduces=reduces,
@@ -279,12 +279,12 @@ def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[R
         if layers.get(ref, cluster.indices) != cluster.indices
     ]
     waiting += leaving
-    found: set[Ref] = set()
+    borders: set[Ref] = set()
     while waiting:
         ref = waiting.pop()
-        found |= set() if ref in viewed else {ref}
+        borders |= set() if ref in viewed else {ref}
         waiting += viewed.get(ref, ())
-    return found
+    return borders
 
 
 def _is_view(cluster: Cluster) -> bool:

@@ -70,9 +70,9 @@ class HeldPrices:
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         by_layouts: dict[Strategy, list[OpStrategy]] = {}
         for storage in storages:
-            for held in held_ways(storage, mesh_shape, trained=trained, stages=stages):
-                for dtype in _added_in(p, held, uncast, mesh_shape):
-                    strategy = self._strategy(p, held, dtype)
+            for ways in held_ways(storage, mesh_shape, trained=trained, stages=stages):
+                for dtype in _added_in(p, ways, uncast, mesh_shape):
+                    strategy = self._strategy(p, ways, dtype)
                     if strategy is not None:
                         by_layouts.setdefault(strategy.layouts, []).append(strategy)
         return tuple(

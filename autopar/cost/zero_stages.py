@@ -86,8 +86,12 @@ def parameter_layouts(strategy: OpStrategy) -> Held:
 def in_plan_form(strategy: OpStrategy) -> tuple[Strategy, ...]:
     """Convert a strategy of an op other than a cluster to the form of plans: the layouts that the
     graph sees, then the storage layout if it differs."""
-    seen, at = strategy.layouts, strategy.storage
-    return (seen,) if at is None else (seen, Strategy((at,) if seen.inputs else (), (at,)))
+    op_strategy, at = strategy.layouts, strategy.storage
+    return (
+        (op_strategy,)
+        if at is None
+        else (op_strategy, Strategy((at,) if op_strategy.inputs else (), (at,)))
+    )
 
 
 def own_time_s(op: Op, strategy: int) -> float:
@@ -123,11 +127,11 @@ def held_ways(
         working, sums = list(storage.placements), list(storage.placements)
         for axis, (reads, adds) in zip(axes, chosen, strict=True):
             working[axis], sums[axis] = reads, adds
-        held = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
-        if _inner(storage, held.working, through) and _inner(storage, held.sums, through):
-            yield held
-            if storage.host and held.working == storage.on_device():
-                yield replace(held, working=storage)
+        way = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
+        if _inner(storage, way.working, through) and _inner(storage, way.sums, through):
+            yield way
+            if storage.host and way.working == storage.on_device():
+                yield replace(way, working=storage)
 
 
 def _on_axis(
@@ -242,25 +246,31 @@ def cannot_rest(
         mesh: the mesh.
     """
     asked = forced.describe_storage(p.name)
-    what = f"{p.name} of shape {p.shape} cannot be stored as {asked} on mesh {mesh}"
+    message = f"{p.name} of shape {p.shape} cannot be stored as {asked} on mesh {mesh}"
     if not forced.filter_storage(p.name, layouts):
         some = (
             layout
             for layout in all_layouts(p.view, mesh.shape)
             if storable(p.shape, p.view, layout, mesh.shape)
         )
-        left = sorted({str(layout) for layout in forced.filter_storage(p.name, list(some))})
-        told = ", ".join(left[:_MOST_TOLD]) + (
-            f" and {len(left) - _MOST_TOLD} more" if len(left) > _MOST_TOLD else ""
+        possible_layouts = sorted(
+            {str(layout) for layout in forced.filter_storage(p.name, list(some))}
         )
-        possible = f"{what}: with its other constraints it can be stored as {told or 'nothing'}"
+        listed = ", ".join(possible_layouts[:_MOST_TOLD]) + (
+            f" and {len(possible_layouts) - _MOST_TOLD} more"
+            if len(possible_layouts) > _MOST_TOLD
+            else ""
+        )
+        possible = (
+            f"{message}: with its other constraints it can be stored as {listed or 'nothing'}"
+        )
         return ConstraintError(possible, remedy="force one of these, or drop a constraint")
-    seen = (
-        f"{what}: these are dims of {tuple(p.view)}, and a DTensor cannot shard two inner parts of"
-        " a dim, or one part out of mesh order"
+    inner_parts = (
+        f"{message}: these are dims of {tuple(p.view)}, and a DTensor cannot shard two inner parts "
+        "of a dim, or one part out of mesh order"
     )
     return ConstraintError(
-        seen,
+        inner_parts,
         remedy=(
             "shard one part of it, such as heads, over axes in mesh order, and another dim over"
             " other axes"

@@ -94,7 +94,7 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
     if not plan.buckets:
         return program
     emitted = list(program.collectives)
-    left = dict(enumerate(plan.buckets))
+    remaining = dict(enumerate(plan.buckets))
     changed: dict[str, fx.GraphModule] = {}
     for name in ("forward", "backward", "begin", "end"):
         module: fx.GraphModule | None = getattr(program, name)
@@ -103,27 +103,31 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
             if module is None
             else {n.meta["moved"].name: n for n in module.graph.nodes if "moved" in n.meta}
         )
-        found = [
-            (left.pop(b), steps)
-            for b, bucket in list(left.items())
+        buckets_here = [
+            (remaining.pop(b), steps)
+            for b, bucket in list(remaining.items())
             if all(m in steps for m in names_of(bucket))
         ]
-        if module is not None and found:
+        if module is not None and buckets_here:
             together = [
-                _BucketNodes.of(bucket, steps, program.mesh.shape) for bucket, steps in found
+                _BucketNodes.of(bucket, steps, program.mesh.shape) for bucket, steps in buckets_here
             ]
             changed[name] = LazyGraphModule(
                 module, _rebuilt(module.graph, together, program.mesh.shape)
             )
-            for each in together:
-                for step in each.steps:
+            for bucket_nodes in together:
+                for step in bucket_nodes.steps:
                     emitted.remove(
                         (step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"])
                     )
                 emitted.append(
-                    (each.bucket.phase, each.bucket.members[0].node, each.bucket.collective)
+                    (
+                        bucket_nodes.bucket.phase,
+                        bucket_nodes.bucket.members[0].node,
+                        bucket_nodes.bucket.collective,
+                    )
                 )
-    for bucket in left.values():
+    for bucket in remaining.values():
         first = bucket.members[0].node if bucket.members else "nothing"
         raise ChangedPlanError(
             f"a bucket in {bucket.phase}, starting with {first}, has collectives that no graph of"
@@ -161,10 +165,10 @@ def _holding_nothing(graph: fx.Graph, nodes: Collection[fx.Node]) -> Iterator[Bu
             (step,) = pack.users
             (unpacked,) = step.users
             readers = (reader for result in unpacked.users for reader in result.users)
-            held = [
+            positions = [
                 place[n] for n in (*pack.all_input_nodes, pack, unpacked, *readers) if n in place
             ]
-            if hits[min(held)] == hits[max(held) + 1]:
+            if hits[min(positions)] == hits[max(positions) + 1]:
                 yield pack.meta["bucket"]
 
 
@@ -200,14 +204,14 @@ class _Packing:
         """Collect the shapes and sharded dims of the tensors that these steps communicate."""
         c: Collective = steps[0].meta["collective"]
         parts = 1 if c.kind == "all_reduce" else mesh_shape[c.axis]
-        whole = [
+        layouts = [
             (
                 n.meta["moved"].shape,
                 n.meta["moved"].target if c.kind == "all_gather" else n.meta["moved"].source,
             )
             for n in steps
         ]
-        sizes = tuple(local_shape(shape, layout, mesh_shape) for shape, layout in whole)
+        sizes = tuple(local_shape(shape, layout, mesh_shape) for shape, layout in layouts)
         dims = tuple(max(n.meta["collective"].dim, 0) for n in steps)
         return _Packing(sizes, dims, parts, parts if c.kind == "reduce_scatter" else 1)
 
@@ -263,11 +267,11 @@ class _BucketNodes:
             can_share(n, mesh_shape) for n in members
         )
         if not legal or on_bucket(members, mesh_shape) != bucket.collective:
-            what = (
+            message = (
                 f"{', '.join(m.node for m in bucket.members)} cannot share one"
                 f" {bucket.collective.kind} in {bucket.phase}"
             )
-            raise ChangedPlanError(what)
+            raise ChangedPlanError(message)
         sources = [n.args[0] for n in members]
         reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)
         return _BucketNodes(bucket, members, reads, tuple(map(_cast_behind, members)))
@@ -294,12 +298,12 @@ def _rebuilt(
     at = dict(place)  # node → its position; nodes of a bucket have the position of the bucket
     buckets: dict[int, _BucketNodes] = {}
     placed = set[fx.Node]()
-    for each in together:
-        position = (min if slack_of(each.steps[0]) == "prefetchable" else max)(
-            place[step] for step in each.steps
+    for bucket in together:
+        position = (min if slack_of(bucket.steps[0]) == "prefetchable" else max)(
+            place[step] for step in bucket.steps
         )
-        buckets[position] = each
-        for node in each.nodes:
+        buckets[position] = bucket
+        for node in bucket.nodes:
             if node in placed:
                 raise ChangedPlanError(f"{node.meta['key']} is in two buckets")
             placed.add(node)
@@ -326,19 +330,19 @@ def _write_in_order(
     mesh_shape: Sequence[int],
 ) -> fx.Graph:
     """Write the nodes in the order of their positions, after their operands."""
-    found, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     ready = list(waits.get_ready())
     heapq.heapify(ready)
     while ready:
         number = heapq.heappop(ready)
         if number in buckets:
-            _write(found, made, buckets[number], mesh_shape)
+            _write(graph, copies, buckets[number], mesh_shape)
         else:
-            made[nodes[number]] = found.node_copy(nodes[number], made.__getitem__)
+            copies[nodes[number]] = graph.node_copy(nodes[number], copies.__getitem__)
         waits.done(number)
         for following in waits.get_ready():
             heapq.heappush(ready, following)
-    return found
+    return graph
 
 
 def _write(

@@ -98,14 +98,14 @@ class PlanIndex:
     def of(plan: Plan) -> PlanIndex:
         """Expand the entries and communications of a plan."""
         steps: dict[tuple[str, TensorKey], dict[Layout, Communication]] = {}
-        own: dict[tuple[str, str], tuple[Communication, ...]] = {}
+        inner_steps: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, c in plan.steps():
             if c.own:
-                own[c.phase, node] = (*own.get((c.phase, node), ()), c)
+                inner_steps[c.phase, node] = (*inner_steps.get((c.phase, node), ()), c)
             else:
                 steps.setdefault((c.phase, (node, c.result)), {})[c.target] = c
         return PlanIndex(
-            plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts(), own
+            plan.node_choices(), plan.recomputed_choices(), steps, plan.kept_layouts(), inner_steps
         )
 
     def storage(self, parameter: str) -> Layout:

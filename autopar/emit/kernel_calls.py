@@ -135,9 +135,9 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
-    what = f"which does not {'read' if gathers else 'return'} the tensor"
+    condition = f"which does not {'read' if gathers else 'return'} the tensor"
     raise ChangedPlanError(
-        f"the plan fuses {step.collective.kind} into {pattern}, {what}", where=where_of(made)
+        f"the plan fuses {step.collective.kind} into {pattern}, {condition}", where=where_of(made)
     )
 
 
@@ -224,16 +224,18 @@ def _gather(
         step,
         _bias(phase, node, strategy, operands),
     )
-    whole, product = (phase.graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    full_operand, product = (
+        phase.graph.call_function(operator.getitem, (both, i)) for i in range(2)
+    )
     source = phase.job.nodes[ref[0]].meta.get("source", "")
-    whole.meta.update(
+    full_operand.meta.update(
         key=f"{phase.job.key(ref)[0]}/{c.kind}",
         module=step.module,
         phase=phase.phase,
         source=source,
     )
     product.meta.update({k: v for k, v in both.meta.items() if k != "kernel"})
-    phase.define(ref, step.target, whole)
+    phase.define(ref, step.target, full_operand)
     phase.define_results(node, product, strategy)
 
 
@@ -299,8 +301,8 @@ def _norm(
     product, chosen = phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
     if after is None or after.total is not node:
-        what = f"the plan fuses a norm into {_kernel(step).node}, but no norm of its sum follows"
-        raise ChangedPlanError(what, where=where_of(node))
+        message = f"the plan fuses a norm into {_kernel(step).node}, but no norm of its sum follows"
+        raise ChangedPlanError(message, where=where_of(node))
     reads = zip(operands_of(product), chosen[product.meta["key"]].inputs, strict=True)
     a, b = (phase.get((x.name, 0), layout, product.meta["key"]) for x, layout in reads)
     residual = phase.get(refs[1 - place], strategy.inputs[1 - place], node.meta["key"])
@@ -311,16 +313,18 @@ def _norm(
     args = (a, b, residual, weight, product.args[0], _chunked_axis(step), RmsNorm(*settings))
     here = _call(phase, fused.matmul_reduce_add_rmsnorm, args, product, refs[place], step)
     here.meta["kernel"] = replace(
-        here.meta["kernel"], others=tuple(made.meta["key"] for made in after)
+        here.meta["kernel"], others=tuple(following.meta["key"] for following in after)
     )
-    for i, made in enumerate(after):
+    for i, following in enumerate(after):
         part = phase.graph.call_function(operator.getitem, (here, i))
         part.meta.update({k: v for k, v in here.meta.items() if k != "kernel"})
         part.meta.update(
-            key=made.meta["key"], module=made.meta["module"], source=made.meta.get("source", "")
+            key=following.meta["key"],
+            module=following.meta["module"],
+            source=following.meta.get("source", ""),
         )
-        phase.done.add((made.name, False))
-        phase.define_results(made, part, chosen[made.meta["key"]])
+        phase.done.add((following.name, False))
+        phase.define_results(following, part, chosen[following.meta["key"]])
 
 
 def _call(
@@ -342,10 +346,10 @@ def _call(
     )
     here.meta["recomputed"] = kernel.again
     c, sizes = step.collective, phase.job.mesh.shape
-    whole = local_shape(
+    full_shape = local_shape(
         phase.job.shape(moved), step.target if c.kind == "all_gather" else step.source, sizes
     )
-    shards = Shards.of(whole, c.dim, phase.job.dtype(moved), sizes[c.axis], kernel.num_chunks)
+    shards = Shards.of(full_shape, c.dim, phase.job.dtype(moved), sizes[c.axis], kernel.num_chunks)
     here.meta["kernel"] = KernelStep(c, f"{key}/{c.kind}", step.time_s, kernel.saved_s, shards)
     phase.job.emitted.append((phase.phase, key, c))
     return here

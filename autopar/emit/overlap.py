@@ -261,8 +261,8 @@ class OverlapSchedule:
 
         def is_available(node: fx.Node) -> bool:
             """Return whether the node's result is available or could be computed now."""
-            done = node in self.there or node in self.streams.done_s
-            return done or (follows(node) and not is_early(node) and self._is_ready(node))
+            is_computed = node in self.there or node in self.streams.done_s
+            return is_computed or (follows(node) and not is_early(node) and self._is_ready(node))
 
         return all(map(is_available, step.all_input_nodes))
 
@@ -382,8 +382,8 @@ def apply_overlap(program: StageProgram, plan: Plan) -> tuple[StageProgram, Over
         The program, and the overlap with the largest number of bytes that early steps hold in it.
         If that were the limit, the order might differ.
     """
-    found, held = Orders(program, plan).within(plan.overlap)
-    return write_order(found), held
+    orders, overlap = Orders(program, plan).within(plan.overlap)
+    return write_order(orders), overlap
 
 
 def least_overlap(program: StageProgram, plan: Plan) -> Overlap:
@@ -415,13 +415,13 @@ class Orders:
             that early steps hold.
         """
         orders: dict[str, list[Action]] = {}
-        held = dict.fromkeys(("forward", "backward"), 0)
+        most_bytes = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
             order = schedule.run()
-            held[phase] = schedule.most_held
+            most_bytes[phase] = schedule.most_held
             if schedule.most_held:  # otherwise, no step starts early and the order is unchanged
                 orders[phase] = order
-        return replace(self.program, orders=orders), _allow_bytes(overlap, held)
+        return replace(self.program, orders=orders), _allow_bytes(overlap, most_bytes)
 
     def least(self, overlap: Overlap) -> Overlap:
         """Return an overlap with low limits that leads to the same program.
@@ -429,15 +429,15 @@ class Orders:
         The limits are the largest numbers of bytes that early steps hold. If the order changed with
         such a limit, the limit is a multiple of that number.
         """
-        held = dict.fromkeys(("forward", "backward"), 0)
+        least_bytes = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
             order, most, limit = schedule.run(), schedule.most_held, schedule.room.most_bytes
             less = (int(most * factor) for factor in _ROOM)
-            held[phase] = next(
+            least_bytes[phase] = next(
                 (n for n in less if most and n < limit and schedule.within(n).run() == order),
                 limit if most else 0,
             )
-        return _allow_bytes(overlap, held)
+        return _allow_bytes(overlap, least_bytes)
 
     def _schedules(self, overlap: Overlap) -> dict[str, OverlapSchedule]:
         """Return the schedules of the phases in which early steps may hold memory."""

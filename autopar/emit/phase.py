@@ -159,15 +159,15 @@ class PhaseBuilder:
         """
         chosen = self.job.index.chosen
         narrowed = {p.node: p.compute_dtype for p in parameters if p.is_narrowed and casts}
-        given: list[tuple[str, fx.Node]] = []
+        placeholders: list[tuple[str, fx.Node]] = []
         named = [(p.node, parameter_key(p.name), p.name) for p in parameters]
         named += [(b.node, buffer_key(b.name), b.name) for b in buffers]
         named += [(i.node, input_key(i.path), i.path) for i in self.job.trace.inputs]
         for node, key, name in named:
             here = self.graph.placeholder(node)
             here.meta.update(key=key, module=name, phase=self.phase)
-            given.append((node, here))
-        for node, here in given:
+            placeholders.append((node, here))
+        for node, here in placeholders:
             key, read = here.meta["key"], here
             if node in narrowed:
                 self.copied.add(node)
@@ -321,11 +321,11 @@ class PhaseBuilder:
             "source": source_line,
             "slack": step.slack,
         }
-        own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
+        tensor_dtype, wide = self.job.dtype(ref), getattr(torch, c.dtype)
         # the tensor was already reduced along another axis in the wider dtype
-        if (ref, step.source) in self.gradient_sums.wide and wide != own:
+        if (ref, step.source) in self.gradient_sums.wide and wide != tensor_dtype:
             source = self.gradient_sums.wide[ref, step.source]
-        elif wide != own:  # the dtype of the reduction is wider than that of the tensor
+        elif wide != tensor_dtype:  # the dtype of the reduction is wider than that of the tensor
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
@@ -333,9 +333,9 @@ class PhaseBuilder:
         node.meta.update(
             meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
         )
-        if wide != own:
+        if wide != tensor_dtype:
             self.gradient_sums.wide[ref, step.target] = node
-            node = self.graph.call_function(_cast, (node,), {"dtype": own})
+            node = self.graph.call_function(_cast, (node,), {"dtype": tensor_dtype})
             node.meta.update(meta, key=f"{key}/narrow")
         self.job.emitted.append((self.phase, key, c))
         self.define(ref, step.target, node)
@@ -385,8 +385,8 @@ class PhaseBuilder:
         target, args, kwargs = local_call(
             self.graph, call_of(node), strategy, self.job.mesh.shape, operands
         )
-        own = self.job.index.own.get((self.phase, key), ())
-        if any(c.kernel is not None for c in own):
+        inner_steps = self.job.index.own.get((self.phase, key), ())
+        if any(c.kernel is not None for c in inner_steps):
             args = with_routes(args, True)
         here = self.graph.call_function(target, args, kwargs)
         here.meta.update(
@@ -396,14 +396,14 @@ class PhaseBuilder:
             source=node.meta.get("source", ""),
         )
         here.meta["recomputed"] = again
-        if own:
-            here.meta["own"] = own
+        if inner_steps:
+            here.meta["own"] = inner_steps
             here.meta["routes"] = (
                 shared_rows(call_of(node), strategy, self.job.mesh.shape)
-                if any(c.kernel for c in own)
+                if any(c.kernel for c in inner_steps)
                 else ()
             )
-            self.job.emitted += [(self.phase, key, c.collective) for c in own]
+            self.job.emitted += [(self.phase, key, c.collective) for c in inner_steps]
         mark(node, here, strategy)
         self.define_results(node, here, strategy)
 
@@ -432,9 +432,9 @@ class PhaseBuilder:
     def results(self) -> list[fx.Node]:
         """Return the model's outputs in the plan's layouts, then the new values of buffers."""
         nodes, chosen = self.job.results(), self.job.index.chosen
-        wanted = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
-        wanted += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
-        return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
+        outputs = [(output_key(o.path), nodes[i]) for i, o in enumerate(self.job.trace.outputs)]
+        outputs += [(output_key(name), nodes[i]) for name, i in self.job.trace.mutated.items()]
+        return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in outputs]
 
     def gradients(self) -> list[fx.Node]:
         """Return the gradients of parameters in the plan's layouts, or the sums that they were

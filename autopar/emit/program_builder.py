@@ -168,23 +168,23 @@ def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_unc
 
 def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
     """Check that the collectives inside nodes are those of their strategies."""
-    left = dict(index.own)
+    unchecked = dict(index.own)
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
         for phase, choices in ((node.meta.get("phase"), index.chosen), ("backward", index.again)):
             if (
                 node.op == "call_function"
                 and key in choices
-                and (node.target in OWN or (phase, key) in left)
+                and (node.target in OWN or (phase, key) in unchecked)
             ):
-                planned = tuple(c.collective for c in left.pop((str(phase), key), ()))
+                planned = tuple(c.collective for c in unchecked.pop((str(phase), key), ()))
                 if planned != own_moves(call_of(node), choices[key], mesh.shape):
-                    what = (
+                    message = (
                         f"the internal communication of {key} in {phase} differs from that of its"
                         f" strategy {choices[key]}"
                     )
-                    raise ChangedPlanError(what, where=where_of(node))
-    for phase, key in left:
+                    raise ChangedPlanError(message, where=where_of(node))
+    for phase, key in unchecked:
         raise ChangedPlanError(
             f"the plan has internal communication of {key} in {phase}, where it does not run"
         )
@@ -333,15 +333,20 @@ class _GraphBuilder:
     def module(self, passing: Sequence[_Conversion]) -> fx.GraphModule:
         """Return the graph that converts the tensors."""
         here = [
-            self.graph.placeholder(f"sum_{each.p.node}" if each.result else each.p.node)
-            for each in passing
+            self.graph.placeholder(
+                f"sum_{conversion.p.node}" if conversion.result else conversion.p.node
+            )
+            for conversion in passing
         ]
-        for node, each in zip(here, passing, strict=True):
+        for node, conversion in zip(here, passing, strict=True):
             node.meta.update(
-                key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source=""
+                key=storage_key(conversion.p.name), module=conversion.p.name, phase=PHASE, source=""
             )
         self.graph.output(
-            tuple(self._convert(node, each) for node, each in zip(here, passing, strict=True))
+            tuple(
+                self._convert(node, conversion)
+                for node, conversion in zip(here, passing, strict=True)
+            )
         )
         return LazyGraphModule({}, self.graph)
 
@@ -380,11 +385,11 @@ class _GraphBuilder:
             step = steps.get(at)
             if step is None or step in chain:
                 when = "at the end" if each.result else "at the begin"
-                what = (
+                message = (
                     f"{key} changes from {each.source} to {each.target} {when} of a step, but the"
                     " plan has no collectives for it"
                 )
-                raise ChangedPlanError(what)
+                raise ChangedPlanError(message)
             chain.append(step)
             at = step.source
         return chain
@@ -530,11 +535,11 @@ def emit(
         arriving = {t.name: t.layout for t in programs[number + 1].inputs if t.crosses}
         for name in sorted(leaving.keys() | arriving.keys()):
             if leaving.get(name) != arriving.get(name):
-                what = (
+                message = (
                     f"{name} is sent by stage {number} as {leaving.get(name)} but received by the"
                     f" next as {arriving.get(name)}"
                 )
-                raise ChangedPlanError(what)
+                raise ChangedPlanError(message)
     return Program(
         plan.mesh,
         pipeline.axis,
@@ -566,5 +571,5 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
         outputs: the form of outputs that the user selected.
     """
     microbatches = microbatches_of(part, how)
-    kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
-    return Returned(kept, microbatches, waits=not any(o.is_loss for o in part.differentiable))
+    tensors = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
+    return Returned(tensors, microbatches, waits=not any(o.is_loss for o in part.differentiable))

@@ -180,9 +180,14 @@ def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:
     missing_s = priced_s - sum(
         time_s for node, time_s in times.items() if "collective" not in node.meta
     )
-    own = (c.kernel for node in times for c in node.meta.get("own", ()) if c.kernel is not None)
+    inner_kernels = (
+        c.kernel for node in times for c in node.meta.get("own", ()) if c.kernel is not None
+    )
     missing_s -= sum(
         kernel.saved_s
-        for kernel in (*(node.meta["kernel"] for node in times if "kernel" in node.meta), *own)
+        for kernel in (
+            *(node.meta["kernel"] for node in times if "kernel" in node.meta),
+            *inner_kernels,
+        )
     )
     return missing_s if missing_s > _ROUNDING * priced_s else 0.0

@@ -110,7 +110,7 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     )
     keys = list(dict.fromkeys((*both[0], *both[1])))
     several = {module for module, _ in keys if sum(module == other for other, _ in keys) > 1}
-    found = []
+    changed = []
     for key in keys:
         parts = [part for side in both for _, _, part in side.get(key, ())]
         shares = (
@@ -122,8 +122,8 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
         )  # a stage may contain only one of the layers
         instances = tuple(i for part in parts for i in part.instances)
         copies = copies_of(instances, module, key[0]) if key[0] in several else ""
-        found.append(DifferenceRow(replace(parts[0], module=module, copies=copies).name, *shares))
-    return tuple(found)
+        changed.append(DifferenceRow(replace(parts[0], module=module, copies=copies).name, *shares))
+    return tuple(changed)
 
 
 def parts_outside_modules(plan: Plan) -> dict[str, float]:
@@ -155,15 +155,15 @@ def _pieces(plan: Plan) -> tuple[_Piece, ...]:
 
 def _places(plan: Plan) -> Mapping[tuple[str, tuple[int, ...]], _Place]:
     """Map (module, indices of a copy) to the parts that contain it."""
-    found: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    places: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for stage, piece in enumerate(_pieces(plan)):
         for number, part in enumerate(breakdown(piece.plan)):
             for instance in part.instances:
-                found[part.pattern, instance] = (
-                    *found.get((part.pattern, instance), ()),
+                places[part.pattern, instance] = (
+                    *places.get((part.pattern, instance), ()),
                     (stage, number),
                 )
-    return found
+    return places
 
 
 _Cell = Callable[[str, tuple[int, ...]], tuple[_Place, _Place]]
@@ -174,13 +174,13 @@ def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
     """Map (module, cell) to the stages that contain it and its part there. Parts are split so that
     the copies of a cell stay together.
     """
-    found: _Found = {}
+    parts_by_place: _Found = {}
     for stage, piece in enumerate(_pieces(plan)):
         for part in breakdown(_split(piece.plan, cell)):
-            found.setdefault((part.pattern, cell(part.pattern, part.instances[0])), []).append(
-                (stage, piece, part)
-            )
-    return found
+            parts_by_place.setdefault(
+                (part.pattern, cell(part.pattern, part.instances[0])), []
+            ).append((stage, piece, part))
+    return parts_by_place
 
 
 def _split(plan: Plan, cell: _Cell) -> Plan:
@@ -196,19 +196,19 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
             yield from (replace(fact, instances=tuple(instances)) for instances in cells.values())
 
     entries = tuple(each(plan.entries, lambda entry: entry.nodes[0].node))
-    moves, kept = (
+    moves, kept_values = (
         tuple(each(plan.communications, lambda c: c.node)),
         tuple(each(plan.kept, lambda k: k.node)),
     )
-    return replace(plan, entries=entries, communications=moves, kept=kept)
+    return replace(plan, entries=entries, communications=moves, kept=kept_values)
 
 
 def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
     """Return the names of the axes with more than one device of both plans or their stages; if
     there are none, all axes of the first plan.
     """
-    found = (axis for plan in plans for axis in plan.mesh.axes)
-    return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
+    axes = (axis for plan in plans for axis in plan.mesh.axes)
+    return tuple(dict.fromkeys(axis.name for axis in axes if axis.size > 1)) or plans[0].mesh.names
 
 
 def over_axes(part: ModulePart, names: tuple[str, ...], axes: tuple[str, ...]) -> ModulePart:
@@ -221,23 +221,23 @@ def over_axes(part: ModulePart, names: tuple[str, ...], axes: tuple[str, ...]) -
         names: names of the axes of the part's mesh.
         axes: names of the axes of the new layouts.
     """
-    own = [names.index(axis) if axis in names else None for axis in axes]
+    places = [names.index(axis) if axis in names else None for axis in axes]
     none = "replicated" if any(part.parallelism) else ""
     enters, leaves = (
-        layout.over(own) if layout is not None else None for layout in (part.enters, part.leaves)
+        layout.over(places) if layout is not None else None for layout in (part.enters, part.leaves)
     )
     weights = tuple(
         replace(
             w,
-            storage=w.storage.over(own),
-            compute=tuple(dict.fromkeys(x.over(own) for x in w.compute)),
-            working=w.working.over(own),
-            sums=w.sums.over(own),
+            storage=w.storage.over(places),
+            compute=tuple(dict.fromkeys(x.over(places) for x in w.compute)),
+            working=w.working.over(places),
+            sums=w.sums.over(places),
         )
         for w in part.weights
     )
-    along = tuple(none if axis is None else part.parallelism[axis] for axis in own)
-    sharded = tuple("" if axis is None else part.sharded[axis] for axis in own)
+    along = tuple(none if axis is None else part.parallelism[axis] for axis in places)
+    sharded = tuple("" if axis is None else part.sharded[axis] for axis in places)
     return replace(
         part, enters=enters, leaves=leaves, weights=weights, parallelism=along, sharded=sharded
     )
@@ -341,8 +341,8 @@ class Diff(Readable):
                 _pair(*(seconds(getattr(s, name)) if s else "–" for s in (a, b)))
                 for name in ("time_s", "communication_s")
             ]
-            kept = _pair(*(size(s.kept_bytes) if s else "–" for s in (a, b)))
-            yield escape(change.module), "\n".join(change.said), *times, kept
+            kept_text = _pair(*(size(s.kept_bytes) if s else "–" for s in (a, b)))
+            yield escape(change.module), "\n".join(change.said), *times, kept_text
         for name, before_s, after_s in self.beside:
             yield name, "", _pair(seconds(before_s), seconds(after_s)), "", ""
         yield (
@@ -405,8 +405,8 @@ class Diff(Readable):
         if abs(after_s - before_s) <= _ROUNDING * max(plan.prediction.step_s for plan in plans):
             return ""
         waits = any(plan.stage_axis for plan in plans)
-        what = "waiting for other stages less what runs at once" if waits else "both at once"
-        return f", {what} {seconds(after_s - before_s, signed=True)}"
+        other_text = "waiting for other stages less what runs at once" if waits else "both at once"
+        return f", {other_text} {seconds(after_s - before_s, signed=True)}"
 
 
 def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
@@ -417,8 +417,8 @@ def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
         return _by_shares(first, second)
     changes, equal = [], 0
     for number, (one, other) in enumerate(zip_longest(first.stages, second.stages)):
-        found, same = _of_stage(one, other, f"stage {number}: " if first.stage_axis else "")
-        changes += found
+        stage_changes, same = _of_stage(one, other, f"stage {number}: " if first.stage_axis else "")
+        changes += stage_changes
         equal += same
     return Diff(first, second, tuple(changes), equal)
 
@@ -437,18 +437,18 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
     changes, equal_s, num_equal = [], [0.0, 0.0], 0
     for row in rows(first, second):
         a, b = row.first, row.second
-        said = tuple(_said_of(a, b))
+        descriptions = tuple(_said_of(a, b))
         times = [
             (s.compute_s, s.communication_s, s.kept_bytes) if s else (0.0, 0.0, 0) for s in (a, b)
         ]
         compute_s, moved_s, kept_bytes = (
             after - before for before, after in zip(*times, strict=True)
         )
-        if said or kept_bytes or max(abs(compute_s), abs(moved_s)) > noticed_s:
+        if descriptions or kept_bytes or max(abs(compute_s), abs(moved_s)) > noticed_s:
             changes.append(
                 Change(
                     row.module,
-                    said or ("same layouts",),
+                    descriptions or ("same layouts",),
                     compute_s,
                     moved_s,
                     int(kept_bytes),
@@ -472,11 +472,11 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
     axes = next(share.axes for share in (a, b) if share)
     yield from _describe_change(a.part if a else None, b.part if b else None, axes)
-    where = [_where(share) for share in (a, b) if share]
-    if len(where) == 2 and where[0] != where[1]:
-        yield f"{where[0]} → {where[1]}"
-    elif len(where) == 1:
-        yield where[0]
+    places = [_where(share) for share in (a, b) if share]
+    if len(places) == 2 and places[0] != places[1]:
+        yield f"{places[0]} → {places[1]}"
+    elif len(places) == 1:
+        yield places[0]
 
 
 def _where(share: Share) -> str:
@@ -510,12 +510,12 @@ def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[lis
     noticed_s = _NOTICED * max(plan.prediction.step_s for plan in plans)
     for key in dict.fromkeys((*before, *after)):
         a, b = before.get(key), after.get(key)
-        said = tuple(_describe_change(a, b, axes))
+        descriptions = tuple(_describe_change(a, b, axes))
         costs = _minus(b, a)
-        if said or costs[2] or max(abs(costs[0]), abs(costs[1])) > noticed_s:
+        if descriptions or costs[2] or max(abs(costs[0]), abs(costs[1])) > noticed_s:
             some = a or b
             assert some is not None
-            changes.append(Change(prefix + some.name, said or ("same layouts",), *costs))
+            changes.append(Change(prefix + some.name, descriptions or ("same layouts",), *costs))
         else:
             equal += 1
     return changes, equal
@@ -529,11 +529,11 @@ def _minus(b: ModulePart | None, a: ModulePart | None) -> tuple[float, float, in
 def _layouts_by_name(weights: Iterable[Weight]) -> dict[str, list[str]]:
     """Return the layouts of weights as text, by the name of the weight. Copies of a module that
     differ in shape have decisions of their own, so a name may stand for several weights."""
-    found: dict[str, set[str]] = {}
+    layouts_by_name: dict[str, set[str]] = {}
     for weight in weights:
         used = ", ".join(map(str, weight.compute))
-        found.setdefault(weight.name, set()).add(f"{weight.storage} used as {used}")
-    return {name: sorted(layouts) for name, layouts in found.items()}
+        layouts_by_name.setdefault(weight.name, set()).add(f"{weight.storage} used as {used}")
+    return {name: sorted(layouts) for name, layouts in layouts_by_name.items()}
 
 
 def _describe_change(

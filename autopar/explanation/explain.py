@@ -48,11 +48,11 @@ def explain(
         mine = tuple(p for p in parts if module is None or p.matches(module))
         turning = _select(flips, number, mine)
         stages.append(StageExplanation(plan, number, stage, mine, module, turning))
-    found = Explanation(plan, sections_of(tuple(stages)), module, priced)
-    if module is not None and not found.parts:
+    explanation = Explanation(plan, sections_of(tuple(stages)), module, priced)
+    if module is not None and not explanation.parts:
         known = ", ".join(dict.fromkeys(p.module for parts in broken for p in parts if p.module))
         raise PlanError(f"no module matches {module!r}", remedy=f"its modules are {known}")
-    return found
+    return explanation
 
 
 def _select(flips: Sequence[Flip], stage: int, parts: Sequence[ModulePart]) -> tuple[Flip, ...]:

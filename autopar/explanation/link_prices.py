@@ -290,12 +290,12 @@ def _seconds_received(
         }
         keys = [*(input_key(c.node) for c in arriving), *(output_key(c.node) for c in returning)]
         for key in (key for key in keys if key not in times):
-            what = (
+            message = (
                 f"{key.rpartition('/')[0]} crosses a cut, but stage {number} has no decision "
                 "about it"
             )
             raise PlanError(
-                what,
+                message,
                 remedy="plan again; the file was edited by hand or written by another version",
             )
         before.append(sum(times[key] for key in keys))

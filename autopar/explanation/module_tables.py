@@ -47,7 +47,7 @@ def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
         f"{c.phase} {c.collective.kind} over {names[c.collective.axis]} ({num}×,"
         f" {size(c.collective.bytes)})"
     )
-    what, saved = f"none: {c.why}", ""
+    text, saved = f"none: {c.why}", ""
     if c.kernel is not None:
         product = _FIELD.sub("*", c.kernel.node).partition("/")[0]
         again = ", recomputed" if c.kernel.again else ""
@@ -56,13 +56,13 @@ def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
             if c.kernel.num_chunks == 1
             else f"each rank's part in {c.kernel.num_chunks} chunks"
         )
-        apart = f"; {c.why}" if c.why else ""
+        reason = f"; {c.why}" if c.why else ""
         how = "rows written directly to peers' memory" if c.own else pieces
-        what, saved = (
-            f"{c.kernel.name} of {product}{again}, {how}{apart}",
+        text, saved = (
+            f"{c.kernel.name} of {product}{again}, {how}{reason}",
             seconds(num * c.kernel.saved_s),
         )
-    return escape(_FIELD.sub("*", c.node)), moved, seconds(num * c.time_s), escape(what), saved
+    return escape(_FIELD.sub("*", c.node)), moved, seconds(num * c.time_s), escape(text), saved
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,15 +138,15 @@ def regathered_weights(plan: Plan) -> Iterator[RenderableType]:
         c for c in plan.communications if c.node in weights and c.collective.kind == "all_gather"
     ]
     in_forward = {c.node for c in gathers if c.phase == "forward"}
-    found: dict[str, list[Communication]] = {}
+    communications: dict[str, list[Communication]] = {}
     for c in gathers:
         if c.phase == "backward" and c.node in in_forward:
-            found.setdefault(c.module.rpartition(".")[0], []).append(c)
-    if found:
+            communications.setdefault(c.module.rpartition(".")[0], []).append(c)
+    if communications:
         yield from table(
             "Weights gathered again in backward (ZeRO-3)",
             ("<module", ">second gather", ">keeping the copy takes", ">time per GiB"),
-            [_again_row(module, arcs, plan) for module, arcs in found.items()],
+            [_again_row(module, arcs, plan) for module, arcs in communications.items()],
         )
 
 
@@ -263,16 +263,16 @@ class StageExplanation:
     def _parallelism(self) -> list[tuple[str, str, str]]:
         """Return each kind of parallelism with its share of the step and its modules, the largest
         share first. The shares add up to the whole."""
-        found: dict[str, list[ModulePart]] = {}
+        parts_by_kind: dict[str, list[ModulePart]] = {}
         for part in self.parts:
             others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
-            found.setdefault(
+            parts_by_kind.setdefault(
                 others.get(part.module) or label(part, self.plan.mesh.names), []
             ).append(part)
-        whole = max(self.plan.prediction.serial_s, 1e-30)
+        step_s = max(self.plan.prediction.serial_s, 1e-30)
         rows = [
-            (sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts)
-            for said, parts in found.items()
+            (sum(p.compute_s + p.communication_s for p in parts) / step_s, said, parts)
+            for said, parts in parts_by_kind.items()
         ]
         rows = [row for row in rows if row[1] != _BATCH or row[0] >= _SHOWN]
         rows.sort(key=lambda row: -row[0])
@@ -340,11 +340,11 @@ class StageExplanation:
             yield from table("Ops whose sharding rule was discovered by experiment", columns, rows)
 
     def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
-        whole = max(self.plan.prediction.serial_s, 1e-30)
+        step_s = max(self.plan.prediction.serial_s, 1e-30)
         return (
             op,
             escape(entry.module),
-            share(entry.time_s * len(entry.instances) / whole),
+            share(entry.time_s * len(entry.instances) / step_s),
             escape(entry.source),
         )
 

@@ -72,9 +72,9 @@ def summarize_step(plan: Plan) -> Iterator[str]:
 def waiting_share(plan: Plan, stage: int) -> float:
     """Return the share of the step for which a stage's devices wait."""
     pipeline = plan.as_pipeline
-    whole = max(plan.prediction.step_s, 1e-30)
+    step_s = max(plan.prediction.step_s, 1e-30)
     works_s = sum(each.prediction.step_s for each in pipeline.ranks[stage % pipeline.num_ranks])
-    return 1 - pipeline.num_microbatches * works_s / whole
+    return 1 - pipeline.num_microbatches * works_s / step_s
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ def _schedule(pipeline: Pipeline) -> str:
     num = pipeline.num_microbatches
     if not pipeline.axis:
         return "one microbatch" if num == 1 else f"{num} sequential microbatches"
-    each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
+    chunks_text = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
     through = f"{microbatches(num)} through {len(pipeline.stages)} stages along {pipeline.axis}"
-    return f"{through}{each}, schedule {pipeline.schedule}"
+    return f"{through}{chunks_text}, schedule {pipeline.schedule}"
 
 
 def _describe_schedule(plan: Plan) -> Iterator[str]:
@@ -275,8 +275,8 @@ class Explanation(Readable):
         yield made_for(plan)
         yield from describe_step(plan)
         yield from in_buckets(plan.stages, plan.unit)
-        which = f" of {pipeline.rank_word} {fullest(plan)}" if pipeline.axis else ""
-        yield f"peak{which} {memory(plan)}"
+        rank_text = f" of {pipeline.rank_word} {fullest(plan)}" if pipeline.axis else ""
+        yield f"peak{rank_text} {memory(plan)}"
         yield from unequal(plan)
         yield from on_hosts(plan)
         yield from of_loss(plan)
@@ -307,11 +307,11 @@ class Explanation(Readable):
             if (price := self.price_s_per_gib(number)) > 0
         }
         for number, price in priced.items():
-            where = f" of stage {number}" if self.pipeline.axis else ""
+            stage_text = f" of stage {number}" if self.pipeline.axis else ""
             worth_s = seconds(price)
             yield (
-                f"an additional GiB on each device{where} saves about {worth_s} per step (dual "
-                "value of the relaxation, not solved again)"
+                f"an additional GiB on each device{stage_text} saves about {worth_s} per step "
+                "(dual value of the relaxation, not solved again)"
             )
         if not priced:
             yield "memory is not the bottleneck: a larger budget would not make the step faster"

@@ -37,10 +37,10 @@ def made_for(plan: Plan) -> str:
 def devices_of(mesh: Mesh) -> str:
     """Return the number of devices, and the size of nodes unless the axis names show it."""
     per_node, total = mesh.devices_per_node, mesh.num_devices
-    told = len(mesh.axes) == 1 or "node" in mesh.names
+    shows_nodes = len(mesh.axes) == 1 or "node" in mesh.names
     nodes = (
         ""
-        if told or total % per_node
+        if shows_nodes or total % per_node
         else ", one node"
         if total == per_node
         else f", {total // per_node} nodes of {per_node}"
@@ -113,19 +113,24 @@ def of_loss(plan: Plan) -> Iterator[str]:
 
 def of_dispatch(plan: Plan) -> Iterator[str]:
     """Yield the assumptions about experts whose tokens are dispatched, if any."""
-    own = [
+    inner_collectives = [
         (c, stage.mesh.names[c.collective.axis])
         for stage in plan.stages
         for c in stage.communications
         if c.own
     ]
-    if own:
+    if inner_collectives:
         nodes = len(
-            {c.node.format(*at) for c, _ in own if c.phase == "forward" for at in c.instances}
+            {
+                c.node.format(*at)
+                for c, _ in inner_collectives
+                if c.phase == "forward"
+                for at in c.instances
+            }
         )
         axes, time_s = (
-            " and ".join(dict.fromkeys(name for _, name in own)),
-            sum(len(c.instances) * c.time_s for c, _ in own),
+            " and ".join(dict.fromkeys(name for _, name in inner_collectives)),
+            sum(len(c.instances) * c.time_s for c, _ in inner_collectives),
         )
         yield (
             f"tokens are dispatched to their experts over {axes} in {nodes} "
@@ -156,42 +161,42 @@ def as_emitted(plan: Plan) -> str:
     time."""
     prediction = plan.prediction
     simulated = seconds(prediction.simulated_s)
-    apart = prediction.simulated_s and simulated != seconds(prediction.step_s)
-    return f"; simulated as emitted {simulated}" if apart else ""
+    differs = prediction.simulated_s and simulated != seconds(prediction.step_s)
+    return f"; simulated as emitted {simulated}" if differs else ""
 
 
 def spent(plan: Plan) -> Iterator[str]:
     """Yield the parts of the emitted step on the busiest devices."""
     parts = step_parts(plan)
     there = {name: time_s for name, time_s in parts.items() if time_s > _ROUNDING * parts.total_s}
-    told = [
+    part_texts = [
         f"{name}"
         f" {seconds(time_s)}{f' ({share(time_s / parts.total_s)})' if name == WAITING else ''}"
         for name, time_s in there.items()
     ]
     who = "" if parts.rank is None else f"{plan.as_pipeline.rank_word} {parts.rank}, the busiest: "
-    yield f"{who}{' + '.join(told)} = {seconds(parts.total_s)} as emitted"
+    yield f"{who}{' + '.join(part_texts)} = {seconds(parts.total_s)} as emitted"
 
 
 def at_best(plan: Plan) -> str:
     """Return the bound in one line."""
     proof = plan.proof
-    apart = proof.certified_gap - proof.gap > _SAME
-    said = (
+    differs = proof.certified_gap - proof.gap > _SAME
+    certified = (
         f"`autopar check` proves {share(proof.certified_gap)}"
-        if apart
+        if differs
         else "`autopar check` proves it"
     )
     return (
-        f"proven lower bound {seconds(proof.bound_s)}: gap {share(proof.gap)} ({said} without a "
-        "solver)"
+        f"proven lower bound {seconds(proof.bound_s)}: gap {share(proof.gap)} ({certified} without "
+        "a solver)"
     )
 
 
 def describe_coverage(plan: Plan) -> Iterator[str]:
     """Yield the scope of the bound, one line each, and how repeated layers were captured."""
-    for position, what in enumerate(plan.proof.covers):
-        yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"
+    for position, sentence in enumerate(plan.proof.covers):
+        yield f"{'the bound covers: ' if not position else ' ' * 18}{sentence}"
     if plan.capture:
         yield f"capture {plan.capture}"
 
@@ -202,13 +207,13 @@ def memory(plan: Plan) -> str:
     kinds = {
         kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)
     }
-    resting = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
+    stored_text = " + ".join(f"{kind} {kinds[kind]}" for kind in RESTING if kind in kinds)
     either = " or ".join(f"{kind} {kinds[kind]}" for kind in _EITHER if kind in kinds)
     passing = f"transient {kinds['transient']}" if "transient" in kinds else ""
     of = f" of {size(budget)}" if budget else ""
     return (
         f"{size(plan.prediction.peak_bytes)}{of} per device:"
-        f" {' + '.join(filter(None, (resting, either, passing)))}"
+        f" {' + '.join(filter(None, (stored_text, either, passing)))}"
     )
 
 
@@ -219,10 +224,10 @@ def unequal(plan: Plan) -> Iterator[str]:
         for rank, (name, _) in enumerate(mark.profiles):
             works_s = sum(stage.prediction.step_s for stage in pipeline.ranks[rank])
             waits = 1 - pipeline.num_microbatches * works_s / max(plan.prediction.step_s, _LEAST)
-            held = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
+            peak_text = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
             yield (
                 f"{_stage_names(pipeline, rank)}, {name}: {seconds(works_s)} per microbatch,"
-                f" waits for {share(waits)} of the step; {held}"
+                f" waits for {share(waits)} of the step; {peak_text}"
             )
         return
     waiting: dict[tuple[str, float], list[int]] = {}
@@ -230,16 +235,16 @@ def unequal(plan: Plan) -> Iterator[str]:
         waiting.setdefault((name, alone_s), []).append(index)
     for (name, alone_s), indices in waiting.items():
         waits = max(1 - alone_s / max(plan.prediction.step_s, _LEAST), 0.0)
-        which = (
+        devices_text = (
             f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all other "
             "devices"
         )
         if waits < _SAME:
-            yield f"{which}: these set the pace"
+            yield f"{devices_text}: these set the pace"
         else:
             yield (
-                f"{which}: a step of this plan would take {seconds(alone_s)} on such devices "
-                f"only, so they wait for {share(waits)} of it"
+                f"{devices_text}: a step of this plan would take {seconds(alone_s)} on such "
+                f"devices only, so they wait for {share(waits)} of it"
             )
 
 
@@ -325,7 +330,7 @@ def table(
     """
     if not rows:
         return
-    made = Table(
+    rich_table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -333,16 +338,16 @@ def table(
         padding=(0, 1),
         show_edge=False,
     )
-    told = [place for place in range(len(columns)) if any(row[place] for row in rows)]
-    for column in (columns[place] for place in told):
+    filled = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    for column in (columns[place] for place in filled):
         right, fixed = column.startswith(">"), column.startswith("<")
-        made.add_column(
+        rich_table.add_column(
             column.lstrip("<>"),
             justify="right" if right else "left",
             no_wrap=right or fixed,
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*(row[place] for place in told))
+        rich_table.add_row(*(row[place] for place in filled))
     yield Text()
-    yield made
+    yield rich_table

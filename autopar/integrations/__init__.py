@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
     module, needed = _MODULES[name]
-    for each in needed:
-        library(each, f"autopar.{name}")
+    for library_name in needed:
+        library(library_name, f"autopar.{name}")
     return getattr(importlib.import_module(f"autopar.integrations.{module}"), name)

@@ -56,9 +56,9 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
-            what = f"autopar.Accelerator does not support {asked[0]}"
+            message = f"autopar.Accelerator does not support {asked[0]}"
             raise AutoparError(
-                what,
+                message,
                 remedy=(
                     "omit it: autopar.compile chooses how a model is split; use its constraints "
                     "to influence it"
@@ -105,8 +105,10 @@ class Accelerator(accelerate.Accelerator):
             check_scaled(
                 self.scaler, precision, isinstance(holder, Compiled) and not holder.is_for_inference
             )
-            own = model not in self.__dict__.get("plain", {})  # a `Trainer` enters autocast itself
-            if own and self.native_amp and precision != self.mixed_precision:
+            is_compiled = model not in self.__dict__.get(
+                "plain", {}
+            )  # a `Trainer` enters autocast itself
+            if is_compiled and self.native_amp and precision != self.mixed_precision:
                 self._prepare_autocast(model, holder)
             self._models.append(model)
         return model
@@ -115,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
         with self.autocast():
             is_made_so = isinstance(holder, Compiled) and holder.matches_autocast()
         if not is_made_so:
-            what = (
+            message = (
                 "the module was compiled without the accelerator's mixed precision "
                 f"{self.mixed_precision}"
             )
@@ -123,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
                 "compile it under `with accelerator.autocast():`, or with"
                 f' precision="{self.mixed_precision}"'
             )
-            raise RuntimeStateError(what, remedy=remedy)
+            raise RuntimeStateError(message, remedy=remedy)
         call = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -167,14 +169,18 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeStateError: if these are not the parameters of one prepared module.
         """
-        wanted = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        clipped_ids = {
+            id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)
+        }
         for model in self._models:
-            if wanted == {id(p) for p in model.parameters()}:
+            if clipped_ids == {id(p) for p in model.parameters()}:
                 self.unscale_gradients()
                 norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
-        what = "the parameters to clip are not those of a prepared compiled module"
-        raise RuntimeStateError(what, remedy="prepare the module, and pass all of pm.parameters()")
+        message = "the parameters to clip are not those of a prepared compiled module"
+        raise RuntimeStateError(
+            message, remedy="prepare the module, and pass all of pm.parameters()"
+        )
 
     def gather(self, tensor: Any) -> Any:
         """Return the argument: every rank has computed it from the whole batch."""
@@ -261,7 +267,7 @@ def check_scaled(scaler: object, precision: object, trains: bool) -> None:
         RuntimeStateError: if they are not scaled.
     """
     if trains and precision == "fp16" and scaler is None:
-        what = (
+        message = (
             'the model is planned with precision="fp16", but its loss is not scaled: gradients '
             "would underflow"
         )
@@ -269,26 +275,26 @@ def check_scaled(scaler: object, precision: object, trains: bool) -> None:
             'request mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where '
             "accelerate scales losses; or pass "
         )
-        raise RuntimeStateError(what, remedy=f'{remedy}precision="bf16" to autopar.compile')
+        raise RuntimeStateError(message, remedy=f'{remedy}precision="bf16" to autopar.compile')
 
 
 def _check_precision(mixed_precision: object) -> None:
     if mixed_precision not in (None, "no", "bf16", "fp16"):
-        what = f"autopar.Accelerator does not support mixed_precision={str(mixed_precision)!r}"
-        raise AutoparError(what, remedy='pass "bf16", "fp16" or "no"')
+        message = f"autopar.Accelerator does not support mixed_precision={str(mixed_precision)!r}"
+        raise AutoparError(message, remedy='pass "bf16", "fp16" or "no"')
 
 
 def as_one_process(state: PartialState) -> PartialState:
     """Return accelerate's state with a single process that has the rank of this process."""
-    found = object.__new__(PartialState)  # all instances share one dict
-    told = {
+    one_process = object.__new__(PartialState)  # all instances share one dict
+    attributes = {
         "distributed_type": DistributedType.NO,
         "num_processes": 1,
         "process_index": rank(),
         "local_process_index": local_rank(),
     }
-    found.__dict__ = {**state.__dict__, **told}
-    return found
+    one_process.__dict__ = {**state.__dict__, **attributes}
+    return one_process
 
 
 def _seed_alike(loader: DataLoader[Any]) -> None:

@@ -107,16 +107,22 @@ def peek_batch(loader: Any) -> Any:
         return next(iter(loader), None)
     asked: dict[str, Any] = {"batch_size": loader.batch_size}
     if not isinstance(data, IterableDataset):
-        whole = loader.batch_sampler is not None
+        has_batch_sampler = loader.batch_sampler is not None
         chosen = next(
             iter(
-                copy.deepcopy(loader.batch_sampler if whole else loader.sampler, {id(data): data})
+                copy.deepcopy(
+                    loader.batch_sampler if has_batch_sampler else loader.sampler, {id(data): data}
+                )
             ),
             None,
         )
         if chosen is None:
             return None
-        asked = {"batch_sampler": [chosen]} if whole else {"sampler": [chosen], "batch_size": None}
+        asked = (
+            {"batch_sampler": [chosen]}
+            if has_batch_sampler
+            else {"sampler": [chosen], "batch_size": None}
+        )
     alone = DataLoader(
         data,
         **asked,

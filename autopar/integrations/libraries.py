@@ -29,12 +29,12 @@ def library(name: str, wish: str) -> ModuleType:
         f"'autopar[{extra}]')"
     )
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         raise AutoparError(f"{wish} needs {name}, which is not installed", remedy=remedy) from None
-    if _release(found) < _release(LEAST[name]):
+    if _release(version) < _release(LEAST[name]):
         raise AutoparError(
-            f"{wish} needs {name} {LEAST[name]} or newer, but {found} is installed", remedy=remedy
+            f"{wish} needs {name} {LEAST[name]} or newer, but {version} is installed", remedy=remedy
         )
     return importlib.import_module(name)
 

@@ -55,28 +55,36 @@ def child_to_compile(module: nn.Module) -> str:
     Raises:
         RuntimeStateError: if there is no such child.
     """
-    held = {
+    parameters_of = {
         name: list(child.parameters())
         for name, child in module.named_children()
         if next(child.parameters(), None) is not None
     }
     trained = [
-        name for name, parameters in held.items() if any(p.requires_grad for p in parameters)
+        name
+        for name, parameters in parameters_of.items()
+        if any(p.requires_grad for p in parameters)
     ]
-    own = [name for name, parameter in module._parameters.items() if parameter is not None]
-    found = trained if trained or own else list(held)
-    if len(found) == 1 and not own:
-        if beside := {name: parameters for name, parameters in held.items() if name != found[0]}:
-            size = size_text(sum(p.nbytes for parameters in beside.values() for p in parameters))
+    own_parameters = [
+        name for name, parameter in module._parameters.items() if parameter is not None
+    ]
+    candidates = trained if trained or own_parameters else list(parameters_of)
+    if len(candidates) == 1 and not own_parameters:
+        if other_children := {
+            name: parameters for name, parameters in parameters_of.items() if name != candidates[0]
+        }:
+            size = size_text(
+                sum(p.nbytes for parameters in other_children.values() for p in parameters)
+            )
             log.warning(
                 "%s is not compiled: every rank holds and computes all of it, with %s of frozen "
                 "parameters",
-                ", ".join(beside),
+                ", ".join(other_children),
                 size,
             )
-        return found[0]
-    names = [*found, *own]
-    what = (
+        return candidates[0]
+    names = [*candidates, *own_parameters]
+    message = (
         f"{type(module).__name__} has parameters in {', '.join(names)}"
         if names
         else f"{type(module).__name__} has no parameters"
@@ -85,7 +93,7 @@ def child_to_compile(module: nn.Module) -> str:
         "move the trained modules into a single nn.Module, a child that the steps call; it will "
         "be compiled"
     )
-    raise RuntimeStateError(what, remedy=remedy)
+    raise RuntimeStateError(message, remedy=remedy)
 
 
 def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[[Any], Any]) -> Any:
@@ -122,23 +130,23 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
         run(batch, *_indices(run))
 
     try:
-        found = first_call(getattr(module, name), try_step)
+        child_call = first_call(getattr(module, name), try_step)
     except Exception as error:  # a step may raise anything outside a run
-        what = (
+        message = (
             f"{step} was run on the first batch and failed before it called {name}: "
             f"{type(error).__name__}: {error}"
         )
-        raise RuntimeStateError(what, remedy=remedy) from error
-    if found is None:
-        what = f"{step} does not call {name} directly"
+        raise RuntimeStateError(message, remedy=remedy) from error
+    if child_call is None:
+        message = f"{step} does not call {name} directly"
         raise RuntimeStateError(
-            what,
+            message,
             remedy=(
                 f"move the other methods of {name} that the step calls into its forward; or "
                 f"{remedy}"
             ),
         )
-    return found
+    return child_call
 
 
 def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
@@ -166,7 +174,7 @@ def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
         module, {id(getattr(module, name)): stand_in, **{id(x): x for x in shared}}
     )
     trial._trainer = module._trainer  # omitted by copying
-    for each in (
+    for attribute in (
         "log",
         "log_dict",
         "optimizers",
@@ -174,16 +182,17 @@ def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
         "toggle_optimizer",
         "untoggle_optimizer",
     ):
-        setattr(trial, each, MagicMock())
+        setattr(trial, attribute, MagicMock())
     return trial
 
 
 def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
     """Return what a step takes after the batch: zeros for those of batch_idx and dataloader_idx
     that have no default."""
-    taken = list(inspect.signature(step).parameters.values())[1:]
+    step_parameters = list(inspect.signature(step).parameters.values())[1:]
     return (0,) * sum(
-        each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken
+        each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        for each in step_parameters
     )
 
 
@@ -196,16 +205,16 @@ def check_trainer(trainer: Any, module: Any) -> None:
     plugin = trainer.precision_plugin
     halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
     if halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-        what = f"autopar.LightningStrategy does not support precision={plugin.precision!r}"
+        message = f"autopar.LightningStrategy does not support precision={plugin.precision!r}"
         raise RuntimeStateError(
-            what,
+            message,
             remedy='pass precision="16-mixed", "bf16-mixed", "bf16-true", "32-true" or "64-true"',
         )
-    for each in trainer.callbacks:
+    for callback in trainer.callbacks:
         for kind, remedy in _REFUSED:
-            if isinstance(each, kind):
+            if isinstance(callback, kind):
                 raise RuntimeStateError(
-                    f"autopar.LightningStrategy does not support {type(each).__name__}",
+                    f"autopar.LightningStrategy does not support {type(callback).__name__}",
                     remedy=remedy,
                 )
     if module.example_input_array is not None:
@@ -223,9 +232,9 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
         RuntimeStateError: if there are several.
     """
     if len(optimizers) > 1:
-        what = f"configure_optimizers returned {len(optimizers)} optimizers"
+        message = f"configure_optimizers returned {len(optimizers)} optimizers"
         raise RuntimeStateError(
-            what, remedy="return one optimizer, with a parameter group per setting"
+            message, remedy="return one optimizer, with a parameter group per setting"
         )
 
 

@@ -142,8 +142,8 @@ class WholeBatches(Strategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any rank, decide so."""
-        said = of_all(decision)
-        return min(said) if all else max(said)
+        decisions = of_all(decision)
+        return min(decisions) if all else max(decisions)
 
 
 log = logging.getLogger("autopar")
@@ -316,18 +316,18 @@ class LightningStrategy(WholeBatches):
         """Return whole values on the first rank; on others zeros under the same names, which take
         no memory."""
         prefix, module = f"{self._name}.", self.lightning_module
-        whole = whole_values(holder_of(getattr(module, self._name)))
-        beside = {
+        full_values = whole_values(holder_of(getattr(module, self._name)))
+        placeholders = {
             name: value
             for name, value in module.state_dict().items()
             if not name.startswith(prefix)
         }
-        found = {f"{prefix}{name}": value for name, value in whole.items()} | beside
+        state = {f"{prefix}{name}": value for name, value in full_values.items()} | placeholders
         known = self.broadcast(
-            {name: (x.shape, x.dtype) for name, x in found.items() if isinstance(x, Tensor)}
+            {name: (x.shape, x.dtype) for name, x in state.items() if isinstance(x, Tensor)}
         )
         return (
-            found
+            state
             if rank() == 0
             else {
                 name: torch.zeros((), dtype=dtype).expand(shape)
@@ -361,12 +361,12 @@ class LightningStrategy(WholeBatches):
         )
 
     def _save_beside(self, path: Path, step: int) -> None:
-        beside = self._beside(path)
-        if any(later > step for later in beside.steps()):  # of the file to be replaced
-            by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder))
-            beside = self._beside(path)
+        side_store = self._beside(path)
+        if any(later > step for later in side_store.steps()):  # of the file to be replaced
+            by_first(lambda: shutil.rmtree(side_store.folder), str(side_store.folder))
+            side_store = self._beside(path)
         for optimizer in self.optimizers:
-            beside.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
+            side_store.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove the file, and the folder next to it."""
@@ -390,7 +390,7 @@ class LightningStrategy(WholeBatches):
         """
         state = self._beside(self._loaded or Path())
         if not state.steps():
-            what = (
+            message = (
                 "the checkpoint has no folder with the optimizer state: it was saved by another "
                 "strategy, or moved without it"
             )
@@ -398,9 +398,9 @@ class LightningStrategy(WholeBatches):
                 f"move {state.folder.name} too, or start from the weights only: "
                 "load_from_checkpoint, and fit() without ckpt_path"
             )
-            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+            raise RuntimeStateError(message, where=str(self._loaded), remedy=remedy)
         if state.steps()[-1] != checkpoint["global_step"]:  # its run ended between the two writes
-            what = (
+            message = (
                 f"the checkpoint file is of step {checkpoint['global_step']}, but its optimizer "
                 f"state is of step {state.steps()[-1]}"
             )
@@ -408,7 +408,7 @@ class LightningStrategy(WholeBatches):
                 "resume from another checkpoint, or start from the weights only: "
                 "load_from_checkpoint, and fit() without ckpt_path"
             )
-            raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
+            raise RuntimeStateError(message, where=str(self._loaded), remedy=remedy)
         for optimizer in self.optimizers:
             state.load(getattr(self.lightning_module, self._name), _plain(optimizer))
 

@@ -40,9 +40,9 @@ def save_pretrained(
             compiled one, or cannot be written.
     """
     if not hasattr(model, "save_pretrained"):
-        what = f"{type(model).__name__} has no save_pretrained"
+        message = f"{type(model).__name__} has no save_pretrained"
         raise RuntimeStateError(
-            what,
+            message,
             remedy=(
                 "pass a model of transformers or peft, or write only the weights with "
                 "autopar.save_weights"
@@ -71,9 +71,9 @@ def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> Non
             then.
     """
     if not is_peft(model):
-        what = f"{type(model).__name__} is not a peft model"
+        message = f"{type(model).__name__} is not a peft model"
         raise RuntimeStateError(
-            what,
+            message,
             remedy=(
                 "pass the result of get_peft_model; for other models, use autopar.load_weights"
             ),
@@ -102,8 +102,8 @@ def names_saved(model: nn.Module) -> Collection[str] | None:
     """
     if not is_peft(model):
         return None
-    found: Collection[str] | None = by_first(lambda: _all_keys(model), "the model")
-    return found
+    keys_saved: Collection[str] | None = by_first(lambda: _all_keys(model), "the model")
+    return keys_saved
 
 
 def _active(model: Any) -> str:
@@ -133,9 +133,9 @@ def _keys(model: Any, adapter: str) -> Mapping[str, str]:
     peft = library("peft", "saving adapters")
     state = model.state_dict()
     places = {id(value): name for name, value in state.items()}
-    wanted = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-    if any(id(x) not in places for x in wanted.values()):
-        what = (
+    peft_state = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+    if any(id(x) not in places for x in peft_state.values()):
+        message = (
             f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) do not "
             "contain its parameters"
         )
@@ -143,8 +143,8 @@ def _keys(model: Any, adapter: str) -> Mapping[str, str]:
             "save and load all weights with autopar.save_weights and load_weights, or with "
             "autopar.Checkpoints"
         )
-        raise RuntimeStateError(what, remedy=remedy)
-    return {places[id(x)]: key for key, x in wanted.items()}
+        raise RuntimeStateError(message, remedy=remedy)
+    return {places[id(x)]: key for key, x in peft_state.items()}
 
 
 def _all_keys(model: Any) -> set[str]:

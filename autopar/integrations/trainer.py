@@ -68,15 +68,15 @@ class TrainerPlainModel:
         """Move the weights of a model to meta, and record them. Weights that modules share stay
         shared.
         """
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        on_meta: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    if parameter not in made:
-                        made[parameter] = nn.Parameter(
+                    if parameter not in on_meta:
+                        on_meta[parameter] = nn.Parameter(
                             parameter.detach().to("meta"), requires_grad=parameter.requires_grad
                         )
-                    module._parameters[name] = made[parameter]
+                    module._parameters[name] = on_meta[parameter]
         return TrainerPlainModel(
             model, tuple(each for each in note_tensors(model) if each.is_parameter)
         )
@@ -89,30 +89,30 @@ class TrainerPlainModel:
             RuntimeStateError: if it is another model, or a parameter was changed.
         """
         if model is not self.model:
-            what = "trainer.model is not the model that was compiled"
-            raise RuntimeStateError(what, remedy="create a new Trainer for it")
-        for each in self.parameters:
-            now = each.now()
-            if now is None or each.is_written(now):
-                what = (
-                    f"trainer.model's parameter {each.name!r} was written, but training uses the "
-                    "compiled module"
+            message = "trainer.model is not the model that was compiled"
+            raise RuntimeStateError(message, remedy="create a new Trainer for it")
+        for parameter in self.parameters:
+            now = parameter.now()
+            if now is None or parameter.is_written(now):
+                message = (
+                    f"trainer.model's parameter {parameter.name!r} was written, but training uses "
+                    "the compiled module"
                 )
                 remedy = (
                     "write the parameter of the same name of trainer.compiled(), or load weights "
                     "before the first train() or evaluate()"
                 )
-                raise RuntimeStateError(what, remedy=remedy)
-            if now.requires_grad != each.trains:
-                what = (
-                    f"trainer.model's parameter {each.name!r} was"
-                    f" {'frozen' if each.trains else 'unfrozen'} after it was compiled"
+                raise RuntimeStateError(message, remedy=remedy)
+            if now.requires_grad != parameter.trains:
+                message = (
+                    f"trainer.model's parameter {parameter.name!r} was"
+                    f" {'frozen' if parameter.trains else 'unfrozen'} after it was compiled"
                 )
                 remedy = (
                     "freeze before the first train() or evaluate(), and create a new Trainer for "
                     "each phase of training"
                 )
-                raise RuntimeStateError(what, remedy=remedy)
+                raise RuntimeStateError(message, remedy=remedy)
 
 
 log = logging.getLogger("autopar")
@@ -157,14 +157,14 @@ class Trainer(transformers.Trainer):
         **others: Any,
     ) -> None:
         args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
-        given = (
+        bound_arguments = (
             inspect.signature(transformers.Trainer.__init__)
             .bind_partial(self, model, args, *rest, **others)
             .arguments
         )
-        check_inputs(model, given)
+        check_inputs(model, bound_arguments)
         check_arguments(args)
-        check_optimizer(args, given)
+        check_optimizer(args, bound_arguments)
         join_launched(args.device.type)  # accelerate has joined only what torchrun started
         args.distributed_state = as_one_process(args.distributed_state)
         self._mesh, self._compile_options, self._example = (
@@ -181,9 +181,9 @@ class Trainer(transformers.Trainer):
         transformers."""
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            what = "accelerate was started with DeepSpeed or FSDP"
+            message = "accelerate was started with DeepSpeed or FSDP"
             raise RuntimeStateError(
-                what, remedy="start the script with `autopar run -n COUNT`, or with torchrun"
+                message, remedy="start the script with `autopar run -n COUNT`, or with torchrun"
             )
         self.accelerator.__class__ = Accelerator
         self.gather_function = self.accelerator.gather_for_metrics
@@ -232,25 +232,25 @@ class Trainer(transformers.Trainer):
         is drawn for it."""
         self._check_read_twice()
         with same_random_numbers(self.args.device):
-            made = loader()
-            made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
-            batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
+            data = loader()
+            data = getattr(data, "base_dataloader", data)  # accelerate's counts what is read of it
+            batches, num_items = self.get_batch_samples(iter(data), 1, self.args.device)
             if not batches:
                 remedy = "pass a dataset with at least one batch, or omit dataloader_drop_last"
                 raise RuntimeStateError("the data has no batch", remedy=remedy)
             inputs = self._prepare_inputs(batches[0])
-            found = first_call(
+            model_call = first_call(
                 self.model,
                 lambda model: self.compute_loss(model, inputs, num_items_in_batch=num_items),
             )
-        if found is not None:
-            return found
-        what = "compute_loss did not call the model that was passed to it"
+        if model_call is not None:
+            return model_call
+        message = "compute_loss did not call the model that was passed to it"
         remedy = (
             "call its argument `model`, not self.model; or pass example_inputs=, a batch as "
             "passed to the model"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
     def _check_read_twice(self) -> None:
         """Check that the first batch can be read again after it has been read for its shapes.
@@ -260,12 +260,12 @@ class Trainer(transformers.Trainer):
         """
         data = self.train_dataset
         if may_be_read_once(data, self.args.dataloader_num_workers):
-            what = (
+            message = (
                 f"the training set, a {type(data).__name__}, yields samples one after another, "
                 "perhaps only once, so no batch is read before training"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     "pass example_inputs=, a batch as passed to the model; its values are not read"
                 ),
@@ -288,8 +288,8 @@ class Trainer(transformers.Trainer):
         """
         if self._left is not None:
             self._left.check(self.model)
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
-        return found if self._narrow() is None else convert_to_fp32(found)
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **others)
+        return result if self._narrow() is None else convert_to_fp32(result)
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
@@ -364,16 +364,16 @@ class Trainer(transformers.Trainer):
             and all(x is None for x in returned)
             and self._compile_options.get("outputs") != "full"
         ):
-            what = (
+            message = (
                 'the compiled model returns only its loss, because of outputs="loss" or of '
                 "several microbatches"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy='pass compile_options={"outputs": "full"}, or set prediction_loss_only=True',
             )
-        whole = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
-        return loss, whole, labels
+        full_logits = tree_map_only(DTensor, lambda x: x.full_tensor(), logits)
+        return loss, full_logits, labels
 
     # What is saved
 
@@ -416,7 +416,7 @@ class Trainer(transformers.Trainer):
                 for name in ("optimizer.pt", "optimizer.bin")
                 if os.path.exists(os.path.join(checkpoint, name))
             ]
-            what = (
+            message = (
                 "the checkpoint was saved by transformers' own Trainer"
                 if files
                 else "the checkpoint has no optimizer state"
@@ -425,7 +425,7 @@ class Trainer(transformers.Trainer):
                 "start from the weights only: from_pretrained(folder), and train() without "
                 "resume_from_checkpoint"
             )
-            raise RuntimeStateError(what, where=str(checkpoint), remedy=remedy)
+            raise RuntimeStateError(message, where=str(checkpoint), remedy=remedy)
         state.load(self.compiled(), _plain(self.optimizer), scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(

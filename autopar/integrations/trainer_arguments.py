@@ -80,13 +80,13 @@ def check_arguments(args: Any) -> None:
     if args.n_gpu > 1:
         launch = find_launch(os.environ)
         if launch is not None:
-            what = (
+            message = (
                 f"accelerate does not know that {launch.launcher.name} started {launch.world_size}"
                 " processes, so each would use all GPUs of its machine"
             )
             remedy = f"start the script with `{launch.launcher.name} ... autopar run SCRIPT`"
-            raise AutoparError(what, remedy=remedy)
-        what = (
+            raise AutoparError(message, remedy=remedy)
+        message = (
             f"this machine has {args.n_gpu} GPUs, but only one process was started, which would "
             "use one of them"
         )
@@ -94,7 +94,7 @@ def check_arguments(args: Any) -> None:
             "start the script with `autopar run -n COUNT`, or select one GPU with "
             "CUDA_VISIBLE_DEVICES"
         )
-        raise AutoparError(what, remedy=remedy)
+        raise AutoparError(message, remedy=remedy)
 
 
 def check_inputs(model: Any, given: dict[str, Any]) -> None:

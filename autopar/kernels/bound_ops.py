@@ -113,12 +113,12 @@ def start_reduce_scatter(
     """
     if size == 1:
         return [x]
-    own = part_range(x.shape[dim], [size], [coordinate])[1]
+    own_length = part_range(x.shape[dim], [size], [coordinate])[1]
     return [
         *_start_scatter(
             _leading_parts(_whole_parts(x, dim, size), dim, size), reduce_op, size, name
         ),
-        own,
+        own_length,
     ]
 
 
@@ -133,8 +133,8 @@ def finish_reduce_scatter(
     """
     if size == 1:
         return _only_operand(started)
-    own = started.pop()
-    return _cut_dim(_await_received(started, name).squeeze(0), dim, own)
+    own_length = started.pop()
+    return _cut_dim(_await_received(started, name).squeeze(0), dim, own_length)
 
 
 def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
@@ -236,12 +236,12 @@ def start_all_to_all(
     """
     if size == 1 or dim == to_dim:
         return [x]
-    own = part_range(x.shape[to_dim], [size], [coordinate])[1]
+    own_length = part_range(x.shape[to_dim], [size], [coordinate])[1]
     if length is not None:
         x = _pad_dim(x, dim, part_of(length, size))
     return [
         *_start_exchange(_leading_parts(_whole_parts(x, to_dim, size), to_dim, size), size, name),
-        own,
+        own_length,
     ]
 
 
@@ -262,9 +262,9 @@ def finish_all_to_all(
     """
     if size == 1 or dim == to_dim:
         return _only_operand(started)
-    own = started.pop()
+    own_length = started.pop()
     return _cut_dim(
-        _cut_dim(_join_parts(_await_received(started, name), dim), dim, length), to_dim, own
+        _cut_dim(_join_parts(_await_received(started, name), dim), dim, length), to_dim, own_length
     )
 
 
@@ -353,7 +353,7 @@ def finish_halo(
     first, last = _await_received(started, name).split(
         [before * row * has_previous, after * row * has_next]
     )
-    left = (
+    from_left = (
         first.view([*shape[:dim], before, *shape[dim + 1 :]])
         if has_previous
         else padding_at(x, around, before)
@@ -363,7 +363,7 @@ def finish_halo(
         if has_next
         else padding_at(x, around, after)
     )
-    return torch.cat([left, x, right], dim=dim)
+    return torch.cat([from_left, x, right], dim=dim)
 
 
 def swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Tensor:

@@ -109,7 +109,7 @@ def cache_folder() -> Path:
     """
     named = os.environ.get("AUTOPAR_KERNEL_CACHE")
     try:
-        wanted = (
+        folder = (
             Path(named)
             if named
             else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -117,7 +117,7 @@ def cache_folder() -> Path:
             / "kernels"
         )
         return private_folder(
-            wanted, "compiled kernels", f"choose a private folder: {_NAME_ANOTHER}"
+            folder, "compiled kernels", f"choose a private folder: {_NAME_ANOTHER}"
         )
     except RuntimeError as error:
         raise KernelError(
@@ -149,13 +149,13 @@ def compiler(kind: str) -> list[str]:
     """
     variable, default = COMPILERS[kind]
     name, *flags = shlex.split(os.environ.get(variable) or default)
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise KernelError(
             f"no {name} was found to compile the {kind} kernels",
             remedy=f"install it, or set its path: {variable}=/path/to/it",
         )
-    return [found, *flags]
+    return [path, *flags]
 
 
 def has_compiler(kind: str) -> bool:
@@ -259,11 +259,11 @@ def _read_cached(place: Path, stem: str) -> str | None:
     compiled."""
     try:
         if not (reason := find_foreign(place)):
-            report, wanted = (
+            report, expected_digest = (
                 place.with_name(f"{stem}.{kind}").read_text(encoding="utf-8")
                 for kind in ("log", "sha256")
             )
-            if wanted == _digest(place):
+            if expected_digest == _digest(place):
                 return report
             reason = f"{place} was changed after it was written"
     except FileNotFoundError:  # it was not compiled, or not completely
@@ -295,21 +295,21 @@ def _compile(
 ) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as scratch:
-        made, log, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
-        line = [*command, *map(str, files), "-o", str(made)]
+        library_file, log, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
+        line = [*command, *map(str, files), "-o", str(library_file)]
         status, report = _run(name, line)
         if status != 0:
-            what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
+            message = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
             variables = " or ".join(variable for variable, _ in COMPILERS.values())
             raise KernelError(
-                what, remedy=f"see the compiler output, or set another compiler in {variables}"
+                message, remedy=f"see the compiler output, or set another compiler in {variables}"
             )
         log.write_text(report, encoding="utf-8")
-        digest.write_text(_digest(made), encoding="utf-8")
-        made.chmod(0o700)
-        for each in (log, digest):  # moved first, so that a library never exists without them
-            os.replace(each, place.with_name(f"{stem}.{each.name}"))
-        os.replace(made, place)
+        digest.write_text(_digest(library_file), encoding="utf-8")
+        library_file.chmod(0o700)
+        for side_file in (log, digest):  # moved first, so that a library never exists without them
+            os.replace(side_file, place.with_name(f"{stem}.{side_file.name}"))
+        os.replace(library_file, place)
     return Built(place, report, time.perf_counter() - start)
 
 

@@ -152,11 +152,15 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
     def publish(lane: Lane, rank: int) -> None:
         """Copy the shard of the rank to memory that its peers read."""
         job = jobs[rank]
-        own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
+        rank_addresses = (
+            regions.data[rank].data_ptr(),
+            job.gathered.data_ptr(),
+            regions.flags[rank].data_ptr(),
+        )
         lane.call(
             "all_gather_matmul_publish",
             job.shard.data_ptr(),
-            *own,
+            *rank_addresses,
             shards.struct_for(rank),
             epochs[rank],
         )
@@ -175,12 +179,12 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
     def consume(lane: Lane, rank: int) -> None:
         """Multiply the rows of the rank, then each chunk when it arrives."""
-        own = regions.flags[rank].data_ptr(), shards.struct_for(rank)
+        rank_addresses = regions.flags[rank].data_ptr(), shards.struct_for(rank)
         # the rows of the rank are available, and one product is faster than several
         _whole(shards, rank, jobs[rank].consume)
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
-                lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
+                lane.call("all_gather_matmul_wait", *rank_addresses, position, chunk, epochs[rank])
                 if length > 0:
                     jobs[rank].consume(begin, length)
 
@@ -236,13 +240,15 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def produce(lane: Lane, rank: int) -> None:
         """Compute the partial products of the other ranks' rows, then that of the rank's rows."""
-        job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.struct_for(rank))
+        job, rank_addresses = jobs[rank], (regions.flags[rank].data_ptr(), shards.struct_for(rank))
         mine = _slot(shards, regions, rank, epochs[rank], job.out, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
             if position < shards.size - 1:
                 if length > 0:
                     job.produce(begin, length, job.partial.narrow(dim, begin, length))
-                lane.call("matmul_reduce_scatter_produced", *own, position, chunk, epochs[rank])
+                lane.call(
+                    "matmul_reduce_scatter_produced", *rank_addresses, position, chunk, epochs[rank]
+                )
         # no other rank waits for chunks of these rows
         _whole(shards, rank, lambda begin, length: job.produce(begin, length, mine))
 
@@ -270,13 +276,15 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
                 ]
             )
             return
-        what = (
+        rank_addresses = (
             regions.data[rank].data_ptr(),
             out.data_ptr(),
             out.numel(),
             library.code_of(out.dtype),
         )
-        lane.call("matmul_reduce_scatter_reduce", *what, shards.struct_for(rank), epochs[rank])
+        lane.call(
+            "matmul_reduce_scatter_reduce", *rank_addresses, shards.struct_for(rank), epochs[rank]
+        )
 
     peers.run(
         tuple(jobs),
@@ -349,8 +357,8 @@ def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
         ValueError: if the letter is not in the result and an operand, or the number of chunks is
             less than 1.
     """
-    left, right, result = terms_of(equation)
-    if letter not in result or letter not in left + right:
+    left_term, right, result = terms_of(equation)
+    if letter not in result or letter not in left_term + right:
         raise ValueError(
             f"{equation!r} cannot be computed in chunks along {letter!r}: it must be in the"
             " result and in an operand"
@@ -368,9 +376,9 @@ def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
         Whether the right operand is the first factor, the number of dims of the first factor that
         form its rows, and whether the second factor is transposed.
     """
-    left, right, result = terms_of(equation)
-    inner = "".join(letter for letter in left if letter not in result)
-    for swapped, first, second in ((False, left, right), (True, right, left)):
+    left_term, right, result = terms_of(equation)
+    inner = "".join(letter for letter in left_term if letter not in result)
+    for swapped, first, second in ((False, left_term, right), (True, right, left_term)):
         rows, columns = first.removesuffix(inner), second.removeprefix(inner)
         if first == rows + inner and second == inner + columns and result == rows + columns:
             return swapped, len(rows), False
@@ -411,12 +419,14 @@ def multiply_into(
     first, second = (b, a) if swapped else (a, b)
     num_inner = first.dim() - num_rows
     rows, inner = first.shape[:num_rows].numel(), first.shape[num_rows:].numel()
-    own = second.shape[: second.dim() - num_inner] if transposed else second.shape[num_inner:]
-    columns = own.numel()
+    column_shape = (
+        second.shape[: second.dim() - num_inner] if transposed else second.shape[num_inner:]
+    )
+    columns = column_shape.numel()
     factor = second.view(columns, inner).t() if transposed else second.view(inner, columns)
     if bias is None:
         torch.mm(first.view(rows, inner), factor, out=out.view(rows, columns))
-    elif bias.shape == own:
+    elif bias.shape == column_shape:
         torch.addmm(
             bias.reshape(columns), first.view(rows, inner), factor, out=out.view(rows, columns)
         )
@@ -431,8 +441,8 @@ def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
         equation: the equation of the product.
         a, b: the factors.
     """
-    left, right, result = terms_of(equation)
-    sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
+    left_term, right, result = terms_of(equation)
+    sizes = {**dict(zip(left_term, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
     return [sizes[letter] for letter in result]
 
 

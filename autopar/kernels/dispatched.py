@@ -122,8 +122,8 @@ def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
         groups: this rank's groups.
     """
     num, splitters = split
-    own = {of: groups[of].coordinate for of, _ in splitters}
-    places = ({**own, axis: place} for place in range(groups[axis].size))
+    coordinates = {of: groups[of].coordinate for of, _ in splitters}
+    places = ({**coordinates, axis: place} for place in range(groups[axis].size))
     return [range_of(num, splitters, [there[of] for of, _ in splitters])[0] for there in places]
 
 
@@ -274,13 +274,13 @@ class BetweenPeers:
         shape = self.peers.size, *counts[0].shape
         flat = {rank: mine.flatten() for rank, mine in zip(self.ranks, counts, strict=True)}
         self.tables = count(self.peers, counts[0].numel(), self.most, flat)
-        found = []
+        rank_counts = []
         for rank in self.ranks:
             table = self.tables[rank].view(shape).tolist()  # [sender, home, expert]
-            found.append(
+            rank_counts.append(
                 Traffic(tuple(map(sum, table[rank])), tuple(tuple(sent[rank]) for sent in table))
             )
-        return found
+        return rank_counts
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]

@@ -298,13 +298,13 @@ def scatter_norm_all(
     """
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
-    made = []
+    results = []
     for rank, (pair, norm) in enumerate(zip(pairs, norms, strict=True)):
         group = collectives.AxisGroup("", peers.size, rank)
-        jobs[rank], shape, own = prepare_norm(equation, pair, norm, dim, group)
-        made.append(own)
+        jobs[rank], shape, result = prepare_norm(equation, pair, norm, dim, group)
+        results.append(result)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
-    return made
+    return results
 
 
 def dispatch_all(

@@ -260,8 +260,8 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 
 def table(rows: Iterable[int], device: torch.device) -> Tensor:
     """Return integers, such as addresses, as a 1-d int64 tensor on `device`."""
-    made = torch.tensor(list(rows), dtype=torch.int64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    tensor = torch.tensor(list(rows), dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _variant() -> str:
@@ -308,6 +308,6 @@ def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
         return None, reason
     for name, types in SIGNATURES.items():
         if hasattr(library, name):
-            made = getattr(library, name)
-            made.argtypes, made.restype = types, _I
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, _I
     return library, ""

@@ -127,10 +127,10 @@ def _forward(
         raise KernelError("no peer has a partial sum to add", remedy="pass at least one part")
     if not library.has(residual.device):
         return reference_forward(parts, residual, weight, eps, rounded)
-    made = with_room(residual.new_empty(residual.shape))
+    y = with_room(residual.new_empty(residual.shape))
     norm = AddNorm(residual, weight, eps, rounded).contiguous()
-    forward_into(made, [part.contiguous() for part in parts], norm)
-    return made
+    forward_into(y, [part.contiguous() for part in parts], norm)
+    return y
 
 
 def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,10 +175,15 @@ def forward_into(
     """
     y, squares, normed = made
     table = library.table((part.data_ptr() for part in parts), y.device)
-    held = (x.data_ptr() for x in (norm.residual, norm.weight, y, normed, squares))
+    addresses = (x.data_ptr() for x in (norm.residual, norm.weight, y, normed, squares))
     settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], norm.eps, int(norm.rounded)
     library.launch(
-        "ap_reduce_add_rmsnorm_forward", y.device, table.data_ptr(), len(parts), *held, *settings
+        "ap_reduce_add_rmsnorm_forward",
+        y.device,
+        table.data_ptr(),
+        len(parts),
+        *addresses,
+        *settings,
     )
 
 
@@ -189,10 +194,10 @@ def _backward(
     check_normed([grad_y, grad_normed], y, weight)
     if not library.has(y.device):
         return reference_backward(grad_y, grad_normed, y, squares, weight, eps)
-    held = [x.contiguous() for x in (grad_y, grad_normed, y, squares, weight)]
-    grad, grad_weight = torch.empty_like(held[2]), torch.empty_like(held[4])
+    operands = [x.contiguous() for x in (grad_y, grad_normed, y, squares, weight)]
+    grad, grad_weight = torch.empty_like(operands[2]), torch.empty_like(operands[4])
     bands = squares.new_empty(-(-squares.numel() // BAND), y.shape[-1])
-    addresses = (x.data_ptr() for x in (*held, grad, grad_weight, bands))
+    addresses = (x.data_ptr() for x in (*operands, grad, grad_weight, bands))
     settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], eps
     library.launch("ap_reduce_add_rmsnorm_backward", y.device, *addresses, *settings)
     return grad, grad_weight
@@ -215,9 +220,9 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
         or x.shape[-1] == 0
         or tuple(weight.shape) != tuple(x.shape[-1:])
     ):
-        what = f"a norm of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)}"
+        message = f"a norm of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)}"
         raise KernelError(
-            what, remedy=("pass floating-point tensors [..., hidden] and a weight [hidden]")
+            message, remedy=("pass floating-point tensors [..., hidden] and a weight [hidden]")
         )
     for other in (*like, weight):
         if other is not weight and other.shape != x.shape:
@@ -227,8 +232,8 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
                 remedy="pass parts with the shape of the residual",
             )
         if other.dtype != x.dtype or other.device != x.device:
-            what = f"{other.dtype} on {other.device} with {x.dtype} on {x.device}"
-            raise KernelError(what, remedy="pass all tensors in one dtype on one device")
+            message = f"{other.dtype} on {other.device} with {x.dtype} on {x.device}"
+            raise KernelError(message, remedy="pass all tensors in one dtype on one device")
 
 
 @_forward.register_fake
@@ -310,12 +315,12 @@ def dot_reduce_add_rmsnorm(
     n, eps, dtype, rounded, out = norm
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
-        what = (
+        message = (
             f"no kernel computes this norm: n={n} of {residual.shape[-1]} elements, residual"
             f" {residual.dtype}, computed in {dtype}, rounded to {rounded}, weight {weight.dtype},"
             f" result {out}"
         )
-        raise KernelError(what, remedy="compute the norm separately from the product")
+        raise KernelError(message, remedy="compute the norm separately from the product")
     is_rounded = rounded == residual.dtype
     if group.size > 1 and runs_kernels(group, residual.device):
         return torch.ops.autopar.matmul_reduce_add_rmsnorm(
@@ -370,12 +375,12 @@ def matmul_reduce_add_rmsnorm_reference(
         For each rank, the result of `reference_forward` for its shards of all ranks' products.
     """
     products = [torch.einsum(equation, a, b) for a, b in pairs]
-    made = []
+    results = []
     for rank, (residual, weight) in enumerate(zip(residuals, weights, strict=True)):
         place = part_range(products[0].shape[dim], (len(pairs),), (rank,))
         parts = [product.narrow(dim, *place) for product in products]
-        made.append(reference_forward(parts, residual, weight, eps, rounded))
-    return made
+        results.append(reference_forward(parts, residual, weight, eps, rounded))
+    return results
 
 
 @torch.library.custom_op("autopar::matmul_reduce_add_rmsnorm", mutates_args=())
@@ -412,9 +417,9 @@ def matmul_reduce_add_rmsnorm(
             torch.einsum(equation, a, b), dim, "sum", size, name, coordinate
         )
         return forward_op([part], norm.residual, norm.weight, eps, rounded)
-    job, shape, made = prepare_norm(equation, (a, b), norm, dim, group)
+    job, shape, results = prepare_norm(equation, (a, b), norm, dim, group)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
-    return made
+    return results
 
 
 def prepare_norm(
@@ -432,8 +437,8 @@ def prepare_norm(
         The job, the shape of the full product, and the tensors that the job fills.
     """
     job, shape = prepare_scatter(equation, operands, None, dim, group)
-    made = with_room(job.out)
-    return replace(job, add_up=lambda parts: forward_into(made, parts, norm)), shape, made
+    results = with_room(job.out)
+    return replace(job, add_up=lambda parts: forward_into(results, parts, norm)), shape, results
 
 
 def _allocate_normed(
@@ -458,12 +463,12 @@ def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: 
         )
     part[dim] = part_range(part[dim], (group.size,), (group.coordinate,))[1]
     if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
-        what = (
+        message = (
             f"a residual {tuple(residual.shape)} {residual.dtype} does not match a shard"
             f" {tuple(part)} of a product of {a.dtype} and {b.dtype}"
         )
         raise KernelError(
-            what,
+            message,
             remedy="pass a residual with the shape and dtype of the rank's shard of the product",
         )
     check_normed([], residual, norm.weight)

@@ -87,18 +87,18 @@ def all_gather_matmul_backward(
         ctx: the context with the tensors that `keep_gathered` saved.
         d_whole, dy: the gradients of the gathered operand and the product.
     """
-    other, whole = ctx.saved_tensors
-    equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
+    other, gathered = ctx.saved_tensors
+    equation, place, dim, _, size, name, coordinate, num_chunks = ctx.settings
     terms = terms_of(equation)
-    mine, theirs, result = terms[which], terms[1 - which], terms[2]
+    mine, theirs, result = terms[place], terms[1 - place], terms[2]
     if dy is None:
-        dy = whole.new_zeros(result_shape(equation, *in_order(which, whole, other)))
+        dy = gathered.new_zeros(result_shape(equation, *in_order(place, gathered, other)))
     dx = d_other = None
     if ctx.needs_input_grad[0]:
         settings = f"{result},{theirs}->{mine}", dim, size, name, coordinate, num_chunks
         dx = torch.ops.autopar.matmul_reduce_scatter(dy, other, d_whole, *settings)
     if ctx.needs_input_grad[1]:
-        d_other = torch.einsum(f"{mine},{result}->{theirs}", whole, dy)
+        d_other = torch.einsum(f"{mine},{result}->{theirs}", gathered, dy)
     return dx, d_other, *(None,) * 8, _bias_gradient(ctx, dy)
 
 
@@ -218,8 +218,8 @@ def all_gather_dot(
     if not runs_kernels(group, shard.device):
         if counts_memory(group):
             _allocate_gather(equation, operands, which, dim, group, length, bias)
-        whole = bound_ops.all_gather(shard, dim, group.size, group.name, length)
-        return whole, dot(equation, *in_order(which, whole, other), bias)
+        gathered = bound_ops.all_gather(shard, dim, group.size, group.name, length)
+        return gathered, dot(equation, *in_order(which, gathered, other), bias)
     whole_length = shard.shape[dim] * group.size if length is None else length
     settings = (
         equation,
@@ -308,8 +308,8 @@ def all_gather_matmul(
     if size == 1 or peers is None:
         if size > 1:
             say_once(group, APART, reason)
-        whole = x.clone() if size == 1 else bound_ops.all_gather(x, dim, size, name, length)
-        return whole, multiply(equation, *in_order(which, whole, other), bias).contiguous()
+        gathered = x.clone() if size == 1 else bound_ops.all_gather(x, dim, size, name, length)
+        return gathered, multiply(equation, *in_order(which, gathered, other), bias).contiguous()
     job, y = prepare_gather(equation, x, other, which, dim, shape, bias)
     gather(peers, Shards.of(shape, dim, x.dtype, size, num_chunks), {coordinate: job})
     return job.gathered, y
@@ -341,10 +341,12 @@ def prepare_gather(
 
     def consume(begin: int, rows: int) -> None:
         """Multiply these rows."""
-        left, right, out = cut_rows(
+        left_rows, right, out = cut_rows(
             terms, (*in_order(which, gathered, other), y), letter, begin, rows
         )
-        multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
+        multiply_into(
+            equation, left_rows, right, out, cut_bias(bias, equation, letter, begin, rows)
+        )
 
     return Gather(shard, gathered, consume), y
 
@@ -445,14 +447,18 @@ def prepare_scatter(
             begin, rows: the first row and the number of rows.
             out: the tensor that is filled with their partial product.
         """
-        left, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
-        multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
+        left_rows, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
+        multiply_into(
+            equation, left_rows, right, out, cut_bias(bias, equation, letter, begin, rows)
+        )
         if addend is not None:
             out.add_(addend.narrow(dim, begin, rows))
 
-    own = part_range(shape[dim], (group.size,), (group.coordinate,))[1]
+    own_length = part_range(shape[dim], (group.size,), (group.coordinate,))[1]
     return (
-        Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce),
+        Scatter(
+            a.new_empty(shape), a.new_empty([*shape[:dim], own_length, *shape[dim + 1 :]]), produce
+        ),
         shape,
     )
 
@@ -480,8 +486,8 @@ def _allocate_scatter(
 def _(
     x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    whole = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
-    return whole, x.new_empty(result_shape(equation, *in_order(which, whole, other)))
+    gathered = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+    return gathered, x.new_empty(result_shape(equation, *in_order(which, gathered, other)))
 
 
 @matmul_reduce_scatter.register_fake
@@ -520,10 +526,11 @@ def all_gather_matmul_reference(
     Returns:
         The gathered operand and the product of each rank.
     """
-    whole = torch.cat(list(shards), dim)
+    gathered = torch.cat(list(shards), dim)
     pairs = zip(others, biases or [None] * len(others), strict=True)
     return [
-        (whole, multiply(equation, *in_order(which, whole, other), bias)) for other, bias in pairs
+        (gathered, multiply(equation, *in_order(which, gathered, other), bias))
+        for other, bias in pairs
     ]
 
 

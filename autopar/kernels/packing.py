@@ -123,11 +123,11 @@ def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], 
     chunks = [-(-segment // CHUNK) for segment in segments]
     begins = zip(accumulate(segments, initial=0), accumulate(chunks, initial=0), strict=True)
     shapes = zip(layout.sizes, layout.dims, begins, strict=False)  # the last begin is the end
-    found = (
+    places_found = (
         (math.prod(size[:dim]), size[dim], math.prod(size[dim + 1 :]), *begin)
         for size, dim, begin in shapes
     )
-    return tuple(found), sum(chunks)
+    return tuple(places_found), sum(chunks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def reference_unpack(
     Args:
         bucket, layout, dtypes, first, count, scale: see `unpack`.
     """
-    found = []
+    tensors = []
     columns = bucket.split(list(layout.segments()), dim=1)
     for column, size, dim, dtype in zip(columns, layout.sizes, layout.dims, dtypes, strict=True):
         wide = column.to(library.wide(dtype, bucket.dtype)) * scale
@@ -307,8 +307,8 @@ def reference_unpack(
             for turn in range(count)
         ]
         parts = [wide[turn, : math.prod(shape)].view(shape) for turn, shape in enumerate(shapes)]
-        found.append(torch.cat(parts, dim).to(dtype))
-    return found
+        tensors.append(torch.cat(parts, dim).to(dtype))
+    return tensors
 
 
 def _parts(
@@ -348,11 +348,11 @@ def _pack(
         return reference_pack(tensors, layout, dtype, first, count, scale, squares)
     device = tensors[0].device
     bucket = torch.empty(count, layout.row, dtype=dtype, device=device)
-    held = [t.contiguous() for t in tensors]
-    pieces, num_chunks = _pieces(held, layout, device)
+    contiguous = [t.contiguous() for t in tensors]
+    pieces, num_chunks = _pieces(contiguous, layout, device)
     sums = torch.empty(len(tensors) if squares else 0, dtype=torch.float64, device=device)
     scratch = torch.empty(num_chunks * count if squares else 0, dtype=torch.float64, device=device)
-    where = (layout.row, parts, first, count, num_chunks, scale)
+    settings = (layout.row, parts, first, count, num_chunks, scale)
     # without chunks, scratch has no address and is not read
     chunk_sums = (
         (scratch.data_ptr() or pieces.data_ptr(), sums.data_ptr()) if squares else (None, None)
@@ -361,10 +361,10 @@ def _pack(
         "ap_pack_bucket",
         device,
         pieces.data_ptr(),
-        len(held),
+        len(contiguous),
         bucket.data_ptr(),
         library.code_of(dtype),
-        *where,
+        *settings,
         *chunk_sums,
     )
     return bucket, sums
@@ -385,44 +385,44 @@ def _unpack(
     """Compute `unpack`, as a torch op. `sizes` are the concatenated full shapes, and `dtypes` are
     numbers as in `library.DTYPES`."""
     layout = BucketLayout(_split(sizes, num_dims), tuple(dims), parts)
-    wanted = [library.DTYPES[code] for code in dtypes]
+    tensor_dtypes = [library.DTYPES[code] for code in dtypes]
     shapes = layout.local_sizes(first, count)
-    _check(layout, shapes, [*wanted, bucket.dtype], first, count)
+    _check(layout, shapes, [*tensor_dtypes, bucket.dtype], first, count)
     if tuple(bucket.shape) != (count, layout.row):
         raise KernelError(
             f"the bucket is {tuple(bucket.shape)}, but its layout is {(count, layout.row)}",
             where="autopar::unpack",
         )
-    if not wanted or not library.has(bucket.device):
-        return reference_unpack(bucket, layout, wanted, first, count, scale)
-    held = bucket.contiguous()
-    found = [
+    if not tensor_dtypes or not library.has(bucket.device):
+        return reference_unpack(bucket, layout, tensor_dtypes, first, count, scale)
+    contiguous_bucket = bucket.contiguous()
+    tensors = [
         torch.empty(shape, dtype=dtype, device=bucket.device)
-        for shape, dtype in zip(shapes, wanted, strict=True)
+        for shape, dtype in zip(shapes, tensor_dtypes, strict=True)
     ]
-    pieces, num_chunks = _pieces(found, layout, bucket.device)
-    where = (layout.row, parts, first, count, num_chunks, scale)
+    pieces, num_chunks = _pieces(tensors, layout, bucket.device)
+    settings = (layout.row, parts, first, count, num_chunks, scale)
     code = library.code_of(bucket.dtype)
     library.launch(
         "ap_unpack_bucket",
         bucket.device,
         pieces.data_ptr(),
-        len(found),
-        held.data_ptr(),
+        len(tensors),
+        contiguous_bucket.data_ptr(),
         code,
-        *where,
+        *settings,
     )
-    return found
+    return tensors
 
 
 def _pieces(
     tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device
 ) -> tuple[Tensor, int]:
     """Return the table of pieces that index.h declares, and the number of chunks of a row."""
-    found, num_chunks = places(layout)
+    places_found, num_chunks = places(layout)
     rows: list[int] = []
     for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(
-        tensors, layout.dims, found, strict=True
+        tensors, layout.dims, places_found, strict=True
     ):
         rows += (
             tensor.data_ptr(),
@@ -446,17 +446,17 @@ def _check(
 ) -> None:
     """Raise KernelError if tensors of these shapes and dtypes do not match the layout."""
     if first < 0 or count < 1 or first + count > layout.parts:
-        what = f"ranks {first} to {first + count - 1} do not exist among {layout.parts}"
-        raise KernelError(what, remedy="pass first and count within the parts")
+        message = f"ranks {first} to {first + count - 1} do not exist among {layout.parts}"
+        raise KernelError(message, remedy="pass first and count within the parts")
     for dtype in dtypes:
         if dtype not in FLOATS:
             raise KernelError(
                 f"{dtype} tensors cannot be bucketed", remedy="pack only floating-point tensors"
             )
-    for shape, wanted in zip(shapes, layout.local_sizes(first, count), strict=True):
-        if shape != wanted:
-            what = f"a tensor has shape {shape}, but the layout requires {wanted} for these ranks"
-            raise KernelError(what, remedy="see BucketLayout.local_sizes")
+    for shape, local in zip(shapes, layout.local_sizes(first, count), strict=True):
+        if shape != local:
+            message = f"a tensor has shape {shape}, but the layout requires {local} for these ranks"
+            raise KernelError(message, remedy="see BucketLayout.local_sizes")
 
 
 def _whole_sizes(
@@ -569,9 +569,9 @@ def into_bucket(
         parts, count: the number of shards, and the number of those that the tensors contain.
         dtype: the dtype of the bucket.
     """
-    held = [x if x.dim() else x.reshape(1) for x in tensors]
-    lengths = [x.shape[dim] * parts // count for x, dim in zip(held, dims, strict=True)]
-    bucket: Tensor = pack_op(held, lengths, list(dims), parts, 0, count, dtype, 1.0, False)[0]
+    with_dims = [x if x.dim() else x.reshape(1) for x in tensors]
+    lengths = [x.shape[dim] * parts // count for x, dim in zip(with_dims, dims, strict=True)]
+    bucket: Tensor = pack_op(with_dims, lengths, list(dims), parts, 0, count, dtype, 1.0, False)[0]
     return bucket
 
 
@@ -594,7 +594,7 @@ def from_bucket(
     lengths, num_dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
     # kernels also support the dtypes to which a lockstep run promotes
     codes = [library.code_of(dtype) for dtype in dtypes]
-    found: list[Tensor] = unpack_op(
+    tensors: list[Tensor] = unpack_op(
         bucket, lengths, num_dims, list(dims), parts, 0, bucket.shape[0], codes, 1.0
     )
-    return [x if len(size) else x.reshape(()) for x, size in zip(found, sizes, strict=True)]
+    return [x if len(size) else x.reshape(()) for x, size in zip(tensors, sizes, strict=True)]

@@ -397,12 +397,12 @@ class SymmetricMemory(Peers):
         import torch.distributed._symmetric_memory as symmetric
 
         begin = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        own = symmetric.empty(begin + num_words * 8, dtype=torch.uint8, device=self.device)
-        handle = symmetric.rendezvous(own, self._name)
-        own.zero_()
+        memory = symmetric.empty(begin + num_words * 8, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(memory, self._name)
+        memory.zero_()
         handle.barrier()  # no rank may signal before all flags are zero
         torch.cuda.synchronize(self.device)
-        self._held += [own, handle]  # the peers' views below do not keep the mapping alive
+        self._held += [memory, handle]  # the peers' views below do not keep the mapping alive
         data = tuple(
             handle.get_buffer(rank, (max(num_bytes, 1),), torch.uint8, 0)
             for rank in range(self.size)
@@ -519,17 +519,17 @@ def _find_symmetric(group: AxisGroup, device: torch.device) -> tuple[Peers | Non
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    found: Peers | None = None
+    peers: Peers | None = None
     reason = library.why_not("cuda")
     if not reason:
         try:
-            found = SymmetricMemory(group.name, group.size, group.coordinate, device)
-            found.regions("probe", 1, 1)
+            peers = SymmetricMemory(group.name, group.size, group.coordinate, device)
+            peers.regions("probe", 1, 1)
         # torch raises these errors if devices cannot map each other's memory
         except (RuntimeError, ImportError, AttributeError) as error:
-            found, reason = None, f"torch symmetric memory is not available: {error}"
-    everywhere = torch.tensor([found is not None], dtype=torch.int32, device=device)
+            peers, reason = None, f"torch symmetric memory is not available: {error}"
+    everywhere = torch.tensor([peers is not None], dtype=torch.int32, device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=_resolve_process_group(group.name))
-    if found is not None and not everywhere.item():
-        found, reason = None, "another rank has no kernels or no symmetric memory"
-    return found, reason
+    if peers is not None and not everywhere.item():
+        peers, reason = None, "another rank has no kernels or no symmetric memory"
+    return peers, reason

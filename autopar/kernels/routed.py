@@ -133,7 +133,7 @@ class Dispatch:
     def of(x: Tensor, experts: Tensor, num_experts: int, most: int, size: int) -> Dispatch:
         """Allocate the results of a rank's dispatch."""
         x, experts = x.contiguous(), experts.contiguous()
-        made = [
+        tables = [
             experts.new_empty(shape)
             for shape in (
                 (size, num_experts),
@@ -143,7 +143,7 @@ class Dispatch:
                 2 * num_experts + 1,
             )
         ]
-        return Dispatch(x, experts, x.new_empty(size * most, x.shape[1]), *made)
+        return Dispatch(x, experts, x.new_empty(size * most, x.shape[1]), *tables)
 
 
 def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None:
@@ -162,8 +162,8 @@ def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None
 
     def _push(lane: Lane, rank: int) -> None:
         job = jobs[rank]
-        made = _pointers(job.x, job.experts, job.within, job.table, job.offsets, job.position)
-        lane.call("moe_dispatch_push", *made, *last[rank])
+        pointers = _pointers(job.x, job.experts, job.within, job.table, job.offsets, job.position)
+        lane.call("moe_dispatch_push", *pointers, *last[rank])
 
     def _collect(lane: Lane, rank: int) -> None:
         lane.call(
@@ -195,13 +195,13 @@ class Combine:
     def of(rows: Tensor, table: Tensor, position: Tensor, weights: Tensor) -> Combine:
         """Allocate the results of a rank's combine."""
         width = rows.shape[1]
-        made = rows.new_empty(position.numel(), width), rows.new_empty(position.shape[0], width)
+        buffers = rows.new_empty(position.numel(), width), rows.new_empty(position.shape[0], width)
         return Combine(
             rows.contiguous(),
             table.contiguous(),
             position.contiguous(),
             weights.to(sum_dtype(rows.dtype)).contiguous(),
-            *made,
+            *buffers,
         )
 
 
@@ -218,8 +218,8 @@ def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
 
     def _add_up(lane: Lane, rank: int) -> None:
         job = jobs[rank]
-        made = _pointers(job.position, job.weights, job.returned, job.y)
-        lane.call("moe_combine_sum", *made, library.code_of(job.y.dtype), *last[rank])
+        pointers = _pointers(job.position, job.weights, job.returned, job.y)
+        lane.call("moe_combine_sum", *pointers, library.code_of(job.y.dtype), *last[rank])
 
     peers.run(tuple(jobs), (TransferPhase(COMPUTE, _push), TransferPhase(COMPUTE, _add_up)))
 
@@ -231,17 +231,17 @@ def count(
     begin of a step of experts."""
     routes = Routes(0, num_experts, peers.size, most)
     regions = routes.regions(peers, COUNTS)
-    own = {rank: mine.contiguous() for rank, mine in counts.items()}
-    tables = {rank: mine.new_empty(peers.size, num_experts) for rank, mine in own.items()}
-    last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in own}
+    local = {rank: mine.contiguous() for rank, mine in counts.items()}
+    tables = {rank: mine.new_empty(peers.size, num_experts) for rank, mine in local.items()}
+    last = {rank: routes.arguments(regions, _UNSEEN, rank, regions.begin(rank)) for rank in local}
 
     def _announce(lane: Lane, rank: int) -> None:
-        lane.call("expert_rows_announce", own[rank].data_ptr(), *last[rank])
+        lane.call("expert_rows_announce", local[rank].data_ptr(), *last[rank])
 
-    def _copy_table(lane: Lane, rank: int) -> None:
+    def _copy(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_table", tables[rank].data_ptr(), *last[rank])
 
-    peers.run(tuple(own), (TransferPhase(COMPUTE, _announce), TransferPhase(COMPUTE, _copy_table)))
+    peers.run(tuple(local), (TransferPhase(COMPUTE, _announce), TransferPhase(COMPUTE, _copy)))
     return tables
 
 
@@ -352,11 +352,11 @@ def moe_dispatch_reference(
     pairs = [x.repeat_interleave(chosen.shape[1], 0) for x, chosen in zip(xs, experts, strict=True)]
     results = []
     for home in range(size):
-        own = range(home * num_experts // size, (home + 1) * num_experts // size)
+        own_experts = range(home * num_experts // size, (home + 1) * num_experts // size)
         rows = torch.cat(
             [
                 pair[chosen.reshape(-1) == expert]
-                for expert in own
+                for expert in own_experts
                 for pair, chosen in zip(pairs, experts, strict=True)
             ]
         )
@@ -513,11 +513,11 @@ def _by_home(counts: Tensor, size: int) -> Tensor:
 def _places(table: Tensor, group: AxisGroup) -> list[tuple[int, int, int]]:
     """Return the sender, the position in the sender's rows for this rank, and the number of rows,
     in the order of the rows that this rank receives."""
-    own = table.view(group.size, group.size, -1)[:, group.coordinate]  # [sender, expert here]
-    begins = own.cumsum(1) - own
+    received = table.view(group.size, group.size, -1)[:, group.coordinate]  # [sender, expert here]
+    begins = received.cumsum(1) - received
     return [
-        (s, int(begins[s, e]), int(own[s, e]))
-        for e in range(own.shape[1])
+        (s, int(begins[s, e]), int(received[s, e]))
+        for e in range(received.shape[1])
         for s in range(group.size)
     ]
 

@@ -199,16 +199,16 @@ def _supports(x: Tensor, *others: Tensor | None) -> bool:
     on one device."""
     if torch.compiler.is_compiling() or not _has_kernel(x):
         return False
-    given = [each for each in (x, *others) if each is not None]
-    if not all(_is_like(each, x) for each in given):
+    tensors = [each for each in (x, *others) if each is not None]
+    if not all(_is_like(each, x) for each in tensors):
         return False
-    apart = next((each for each in given if not each.is_contiguous()), None)
-    if apart is not None:
+    strided = next((each for each in tensors if not each.is_contiguous()), None)
+    if strided is not None:
         _say_once(
             f"a norm or a loss of {tuple(x.shape)} needs several passes over memory: it reads a"
-            f" tensor with strides {apart.stride()}"
+            f" tensor with strides {strided.stride()}"
         )
-    return apart is None
+    return strided is None
 
 
 def _is_like(each: Tensor, x: Tensor) -> bool:

@@ -70,8 +70,8 @@ def _experts(
     weights = gates.reshape(-1)
     for expert, picks in _by_expert(ids, start, up.shape[0]):
         tokens = picks // ids.shape[1]
-        made = forward_of(x[tokens], up[expert], down[expert], act)
-        out.index_add_(0, tokens, made.to(wide) * weights[picks].to(wide).unsqueeze(-1))
+        result = forward_of(x[tokens], up[expert], down[expert], act)
+        out.index_add_(0, tokens, result.to(wide) * weights[picks].to(wide).unsqueeze(-1))
     return out.to(x.dtype)
 
 
@@ -175,8 +175,8 @@ def _project_up(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _activate_hidden(hidden: Tensor, act: str) -> Tensor:
     """Apply the activation: ``[r, g, f]`` → ``[r, f]``."""
-    made = ACTS[act][0](hidden[:, 0])
-    return made * hidden[:, 1] if hidden.shape[1] == 2 else made
+    activated = ACTS[act][0](hidden[:, 0])
+    return activated * hidden[:, 1] if hidden.shape[1] == 2 else activated
 
 
 def _between_backward(grad: Tensor, hidden: Tensor, act: str) -> Tensor:
@@ -362,11 +362,11 @@ def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Te
     received = exchange.send(
         "rows", [x for x, *_ in ranks], [route.tokens for route in routes], traffic
     )
-    made = [
+    results = [
         experts_of_rows(received.pop(0), _places_of(route, exchange), up, down, act)
         for (_, _, _, up, down, act, *_), route in zip(ranks, routes, strict=True)
     ]
-    back = exchange.send_back("rows", made, traffic)
+    back = exchange.send_back("rows", results, traffic)
     return [
         add_up(back.pop(0), route.order, *ids.shape, gates)
         for (_, ids, gates, *_), route in zip(ranks, routes, strict=True)
@@ -401,25 +401,27 @@ def dispatched_experts_backward(
         [route.order for route in routes],
         traffic,
     )
-    made = [
+    row_gradients = [
         experts_of_rows_backward(
             received.pop(0), weights.pop(0), _places_of(route, exchange), up, down, act
         )
         for (_, _, _, _, up, down, act, *_), route in pairs
     ]
-    d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
-    made.clear()
+    d_rows, d_weights, d_ups, d_downs = (
+        list(results) for results in zip(*row_gradients, strict=True)
+    )
+    row_gradients.clear()
     rows, gates_back = (
         exchange.send_back("rows", d_rows, traffic),
         exchange.send_back("gates", d_weights, traffic),
     )
-    found = []
+    gradients = []
     for (_, _, ids, gates, *_), route in pairs:
         d_gates = torch.zeros_like(gates).reshape(-1)
         d_gates[route.order] = gates_back.pop(0).squeeze(1)
         d_x = add_up(rows.pop(0), route.order, *ids.shape, None)
-        found.append((d_x, d_gates.view(gates.shape), d_ups.pop(0), d_downs.pop(0)))
-    return found
+        gradients.append((d_x, d_gates.view(gates.shape), d_ups.pop(0), d_downs.pop(0)))
+    return gradients
 
 
 DISPATCHED: tuple[Callable[..., list[Any]], ...] = (dispatched_experts, dispatched_experts_backward)
@@ -477,13 +479,13 @@ def _places_of(route: _Route, exchange: Exchange) -> list[int]:
 def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, act: str) -> Tensor:
     """Return the results ``[r, d]`` of experts for rows ``[r, h]``; `places` has the position of
     the rows of each sender and expert, then their numbers."""
-    made = rows.new_empty(rows.shape[0], down.shape[1])
+    results = rows.new_empty(rows.shape[0], down.shape[1])
     for expert, here in _dispatched_by_expert(places, up.shape[0]):
-        out = _aligned_view(made, here)
-        done = forward_of(_take_rows(rows, here), up[expert], down[expert], act, out)
+        out = _aligned_view(results, here)
+        output = forward_of(_take_rows(rows, here), up[expert], down[expert], act, out)
         if out is None:
-            _put_rows(made, here, done)
-    return made
+            _put_rows(results, here, output)
+    return results
 
 
 @torch.library.custom_op("autopar::experts_of_rows_backward", mutates_args=())
@@ -518,8 +520,8 @@ def _add_up(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor 
     if len(order):
         place = torch.full((tokens * picks,), len(order), device=order.device)
         place[order] = torch.arange(len(order), device=order.device)
-        places, which = place.view(tokens, picks).sort(1)
-        for at, pick in zip(places.unbind(1), which.unbind(1), strict=True):
+        places, pick_order = place.view(tokens, picks).sort(1)
+        for at, pick in zip(places.unbind(1), pick_order.unbind(1), strict=True):
             term = rows[at.clamp(max=len(order) - 1)].to(wide)
             if gates is not None:
                 term = term * gates.gather(1, pick.unsqueeze(1)).to(wide)
@@ -536,15 +538,15 @@ def _dispatched_by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int
     ranges are merged."""
     size = len(places) // 2
     for expert in range(num):
-        found: Places = []
+        positions: Places = []
         for begin, count in (
             (places[i], places[size + i]) for i in range(expert, size, num) if places[size + i]
         ):
-            if found and sum(found[-1]) == begin:
-                begin, count = found[-1][0], found.pop()[1] + count
-            found.append((begin, count))
-        if found:
-            yield expert, found
+            if positions and sum(positions[-1]) == begin:
+                begin, count = positions[-1][0], positions.pop()[1] + count
+            positions.append((begin, count))
+        if positions:
+            yield expert, positions
 
 
 def _take_rows(rows: Tensor, places: Places) -> Tensor:

@@ -55,8 +55,8 @@ def is_scattered_extreme(
     Returns:
         A boolean tensor with the shape of `source` or of `x`.
     """
-    found = aten.scatter_reduce.two(x, dim, index, source, kind, include_self=include_self)
-    return source == found.gather(dim, index) if of_source else x == found
+    extremes_now = aten.scatter_reduce.two(x, dim, index, source, kind, include_self=include_self)
+    return source == extremes_now.gather(dim, index) if of_source else x == extremes_now
 
 
 def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
@@ -103,5 +103,5 @@ def segment_reduce_backward(
         axis: the reduced dim.
     """
     how = {"lengths": lengths, "offsets": offsets, "axis": axis}
-    found = aten.segment_reduce.default(data, reduce, unsafe=True, **how)
-    return aten._segment_reduce_backward.default(grad, found, data, reduce, **how)
+    reduced = aten.segment_reduce.default(data, reduce, unsafe=True, **how)
+    return aten._segment_reduce_backward.default(grad, reduced, data, reduce, **how)

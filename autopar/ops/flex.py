@@ -77,14 +77,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tenso
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q))
     for block in _blocks(q, k, how):
-        own, (keys, values) = q[block.queries], (_repeat_heads(x[block.keys], q) for x in (k, v))
-        scores = _products(own, keys).mul_(how.scale)
+        block_queries, (keys, values) = (
+            q[block.queries],
+            (_repeat_heads(x[block.keys], q) for x in (k, v)),
+        )
+        scores = _products(block_queries, keys).mul_(how.scale)
         scores = torch.where(
             block.seen, _score_block(block, how)(scores, *how.captured), float("-inf")
         )
-        found = scores.logsumexp(-1)
-        lse[block.queries] = found
-        out[block.queries] = torch.matmul(_weights(scores, found).to(v.dtype), values)
+        row_sums = scores.logsumexp(-1)
+        lse[block.queries] = row_sums
+        out[block.queries] = torch.matmul(_weights(scores, row_sums).to(v.dtype), values)
     return out, lse
 
 
@@ -113,22 +116,22 @@ def attend_backward(
     rest = (grad.to(lse.dtype) * out).sum(-1)
     rest = rest if grad_lse is None else rest - grad_lse
     for block in _blocks(q, k, how):
-        own, own_grad = q[block.queries], grad[block.queries]
+        block_queries, own_grad = q[block.queries], grad[block.queries]
         keys, values = (_repeat_heads(x[block.keys], q) for x in (k, v))
-        products = _products(own, keys).mul_(how.scale)
+        products = _products(block_queries, keys).mul_(how.scale)
         scores, pull = torch.func.vjp(
             _score_function_of(block, how, wanted), products, *(how.captured[n] for n in wanted)
         )
         scores = torch.where(block.seen, scores, float("-inf"))
         weights = _weights(scores, lse[block.queries])
         slopes = _products(own_grad, values).sub_(rest[block.queries].unsqueeze(-1)).mul_(weights)
-        d_products, *found = pull(slopes.to(scores.dtype))
+        d_products, *captured_gradients = pull(slopes.to(scores.dtype))
         d_products = torch.where(block.seen, d_products, 0).mul_(how.scale)
-        for total, part in zip(others, found, strict=True):
+        for total, part in zip(others, captured_gradients, strict=True):
             total.add_(part)
         dq[block.queries] = torch.matmul(d_products, keys.to(dq.dtype))
         dk[block.keys] += _sum_heads(
-            torch.matmul(d_products.transpose(-2, -1), own.to(dk.dtype)), k
+            torch.matmul(d_products.transpose(-2, -1), block_queries.to(dk.dtype)), k
         )
         dv[block.keys] += _sum_heads(
             torch.matmul(weights.transpose(-2, -1).to(dv.dtype), own_grad.to(dv.dtype)), v
@@ -167,35 +170,46 @@ def _blocks(q: Tensor, k: Tensor, how: Scoring) -> Iterator[_Block]:
     )
     for first in range(0, batch, samples):
         for start in range(0, length, rows):
-            own = slice(first, min(first + samples, batch)), slice(start, min(start + rows, length))
-            scalars = _coordinates(
-                own[0], slice(0, heads), own[1], slice(0, num_keys), how.starts, q.device
+            block = (
+                slice(first, min(first + samples, batch)),
+                slice(start, min(start + rows, length)),
             )
-            seen = _evaluate_mask(scalars, how)
+            scalars = _coordinates(
+                block[0], slice(0, heads), block[1], slice(0, num_keys), how.starts, q.device
+            )
+            visible = _evaluate_mask(scalars, how)
             columns = (
-                seen.flatten(0, 2).any(0).nonzero().flatten() if seen.numel() else seen.nonzero()
+                visible.flatten(0, 2).any(0).nonzero().flatten()
+                if visible.numel()
+                else visible.nonzero()
             )
             if len(columns):
                 keys = slice(int(columns[0]), int(columns[-1]) + 1)
                 scalars["k"] = scalars["k"][keys]
-                shared = slice(0, 1) if k.shape[0] == 1 else own[0]
+                shared = slice(0, 1) if k.shape[0] == 1 else block[0]
                 yield _Block(
-                    (own[0], slice(None), own[1]),
+                    (block[0], slice(None), block[1]),
                     (shared, slice(None), keys),
                     scalars,
-                    seen[..., keys],
+                    visible[..., keys],
                 )
 
 
 def _coordinates(
     b: slice, h: slice, q: slice, k: slice, starts: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    found = {
+    local_positions = {
         name: torch.arange(at.start, at.stop, device=device, dtype=torch.int32)
         for name, at in zip("bhqk", (b, h, q, k), strict=True)
     }
-    whole = {name: found[name] + start for name, start in zip("bhq", starts, strict=True)}
-    return {**whole, "k": found["k"], **{f"own {name}": found[name] for name in "bhq"}}
+    positions = {
+        name: local_positions[name] + start for name, start in zip("bhq", starts, strict=True)
+    }
+    return {
+        **positions,
+        "k": local_positions["k"],
+        **{f"own {name}": local_positions[name] for name in "bhq"},
+    }
 
 
 _DIMS = {
@@ -310,8 +324,8 @@ def _backward_by_torch(
         ]
         out, lse = _by_torch(q, k, v, captured, how)
         results, grads = ([out], [grad]) if grad_lse is None else ([out, lse], [grad, grad_lse])
-        found = torch.autograd.grad(results, [q, k, v, *(captured[n] for n in wanted)], grads)
-    return [x.contiguous() for x in found]
+        gradients = torch.autograd.grad(results, [q, k, v, *(captured[n] for n in wanted)], grads)
+    return [x.contiguous() for x in gradients]
 
 
 @contextlib.contextmanager
@@ -420,8 +434,10 @@ def _(
     grad_lse: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
-    captured, wanted = rest[:2]
-    return [x.new_empty(x.shape) for x in (q, k, v, *(captured[number] for number in wanted))]
+    captured, wanted_numbers = rest[:2]
+    return [
+        x.new_empty(x.shape) for x in (q, k, v, *(captured[number] for number in wanted_numbers))
+    ]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -434,12 +450,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *captured = ctx.saved_tensors
-    given = torch.zeros_like(out) if grad is None else grad
-    dq, dk, dv, *found = flex_attention_backward(
-        q, k, v, out, lse, given, grad_lse, captured, ctx.wanted, *ctx.settings
+    out_gradient = torch.zeros_like(out) if grad is None else grad
+    dq, dk, dv, *captured_gradients = flex_attention_backward(
+        q, k, v, out, lse, out_gradient, grad_lse, captured, ctx.wanted, *ctx.settings
     )
     others: list[Tensor | None] = [None] * ctx.num_captured
-    for number, gradient in zip(ctx.wanted, found, strict=True):
+    for number, gradient in zip(ctx.wanted, captured_gradients, strict=True):
         others[number] = gradient
     return (
         dq,

@@ -171,5 +171,5 @@ _ORIGINAL = {function: op for op, function in ANY_FORMAT.items()}
 def aten_op_of(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the ATen op that a function of this module replaces; return other targets
     unchanged."""
-    found: Callable[..., Any] = _ORIGINAL.get(target, target)
-    return found
+    aten_op: Callable[..., Any] = _ORIGINAL.get(target, target)
+    return aten_op

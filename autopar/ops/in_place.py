@@ -53,9 +53,9 @@ def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] 
 def functional_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
     """Return the functional form of an in-place form (`in_place_form`), and the keyword to remove;
     None for any other op."""
-    for own, into in _OWN.items():
+    for own_form, into in _OWN.items():
         if into == target:
-            return own, ""
+            return own_form, ""
     if isinstance(target, torch._ops.OpOverload) and any(
         a.is_out for a in target._schema.arguments
     ):

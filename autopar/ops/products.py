@@ -46,31 +46,33 @@ class _Dot:
 
 @lru_cache(maxsize=4096)
 def _dot_plan(equation: str) -> _Dot:
-    left, right, result = (
+    left_letters, right, result = (
         term.strip() for side in equation.split("->") for term in side.split(",")
     )
-    shared = [letter for letter in result if letter in left and letter in right]
-    own = {
+    shared = [letter for letter in result if letter in left_letters and letter in right]
+    own_letters = {
         term: [letter for letter in result if letter in term and letter not in shared]
-        for term in (left, right)
+        for term in (left_letters, right)
     }
-    inner = [letter for letter in left if letter in right and letter not in result]
+    inner = [letter for letter in left_letters if letter in right and letter not in result]
     expected = len(shared) + len(inner)
-    if len(left) != expected + len(own[left]) or len(right) != expected + len(own[right]):
+    if len(left_letters) != expected + len(own_letters[left_letters]) or len(
+        right
+    ) != expected + len(own_letters[right]):
         raise ValueError(f"not a product of two operands: {equation!r}")
     swapped = (
-        bool(own[left])
-        and bool(own[right])
-        and result.index(own[left][0]) > result.index(own[right][0])
+        bool(own_letters[left_letters])
+        and bool(own_letters[right])
+        and result.index(own_letters[left_letters][0]) > result.index(own_letters[right][0])
     )
-    first, second = (right, left) if swapped else (left, right)
-    natural = [*shared, *own[first], *own[second]]
+    first, second = (right, left_letters) if swapped else (left_letters, right)
+    natural = [*shared, *own_letters[first], *own_letters[second]]
     return _Dot(
         swapped=swapped,
-        first=_order((*shared, *own[first], *inner), first),
-        second=_order((*shared, *inner, *own[second]), second),
+        first=_order((*shared, *own_letters[first], *inner), first),
+        second=_order((*shared, *inner, *own_letters[second]), second),
         num_batch=len(shared),
-        num_rows=len(own[first]),
+        num_rows=len(own_letters[first]),
         num_inner=len(inner),
         result=_order(result, natural),
     )

@@ -185,9 +185,9 @@ def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Ten
     fits = (cubed > 0) & ((-uniforms).log1p() < 0.5 * normals**2 + d * (1 - known + known.log()))
     tries = torch.arange(GAMMA_TRIES, device=alpha.device)
     first = torch.where(fits, tries, GAMMA_TRIES - 1).amin(-1, keepdim=True)
-    made = (d * known.gather(-1, first)).squeeze(-1)
-    made = torch.where(alpha < 1, made * (-last).log1p().div(alpha).exp(), made)
-    return made.clamp_min(torch.finfo(alpha.dtype).tiny)
+    numbers = (d * known.gather(-1, first)).squeeze(-1)
+    numbers = torch.where(alpha < 1, numbers * (-last).log1p().div(alpha).exp(), numbers)
+    return numbers.clamp_min(torch.finfo(alpha.dtype).tiny)
 
 
 def _bits(

@@ -63,11 +63,11 @@ def read_function(text: str) -> Function:
     Raises:
         UnwritableError: it calls something other than functional ATen ops.
     """
-    held = json.loads(text)
-    for name, _, _ in held["does"]:
+    fields = json.loads(text)
+    for name, _, _ in fields["does"]:
         overload_of(name)
     return Function(
-        tuple((name, args, kwargs) for name, args, kwargs in held["does"]), held["gives"]
+        tuple((name, args, kwargs) for name, args, kwargs in fields["does"]), fields["gives"]
     )
 
 
@@ -80,12 +80,12 @@ def overload_of(name: str) -> torch._ops.OpOverload:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or _RANDOM in op.tags:
-        what = (
+        message = (
             f"the function calls {name}, which is not an ATen op, writes into an operand or draws"
             " random numbers"
         )
         raise UnwritableError(
-            what,
+            message,
             remedy=(
                 "write the function with torch functions that do not write into tensors or draw"
                 " random numbers"
@@ -151,9 +151,9 @@ def _write_value(value: Any, written: Mapping[fx.Node, Any]) -> Any:
     match value:
         case fx.Node():
             if written.get(value) is None:
-                what = "the function creates a tensor from constants, or calls another graph"
+                message = "the function creates a tensor from constants, or calls another graph"
                 raise UnwritableError(
-                    what,
+                    message,
                     remedy=(
                         "pass numbers as Python numbers, and create tensors outside the function"
                     ),
@@ -275,8 +275,8 @@ def _dtype_text(dtype: torch.dtype) -> str:
 def references(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the kind and name of each reference in an argument."""
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from references(each)
+        for item in value:
+            yield from references(item)
     elif isinstance(value, dict):
         ((kind, name),) = value.items()
         if kind in ("c", "t", "v"):
@@ -314,11 +314,11 @@ def over_all(
         rest: number of further arguments, which are passed unchanged.
         dims: the dims of the result among the four.
     """
-    made = function
+    mapped = function
     for dim in reversed(dims):
         in_dims = tuple(0 if place in (dim, -1) else None for place in first) + (None,) * rest
-        made = torch.vmap(made, in_dims=in_dims)
-    return made
+        mapped = torch.vmap(mapped, in_dims=in_dims)
+    return mapped
 
 
 # --------------------------------------------------------------------------------------------------
@@ -393,8 +393,8 @@ def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> 
         for kind, name in references(reference):
             if kind == "c" and name in COORDINATES:
                 yield name
-            elif kind == "v" and (found := coordinate_of({"v": name}, function)):
-                yield found
+            elif kind == "v" and (coordinate := coordinate_of({"v": name}, function)):
+                yield coordinate
 
     for number, (name, args, kwargs) in enumerate(function.does):
         if coordinate_of({"v": number}, function):
@@ -424,5 +424,5 @@ def reads(text: str, coordinate: str) -> bool:
 
 def _all_references(text: str) -> set[tuple[str, Any]]:
     function = read_function(text)
-    given = [value for _, args, kwargs in function.does for value in (*args, *kwargs.values())]
-    return set(references([*given, function.gives]))
+    arguments = [value for _, args, kwargs in function.does for value in (*args, *kwargs.values())]
+    return set(references([*arguments, function.gives]))

@@ -191,9 +191,9 @@ def _flash_fits(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> b
     """Return whether FlashAttention supports the operands. Its causal mask aligns the last query
     with the last key, but `attention` aligns the first ones, which differs if the lengths
     differ."""
-    alike = not is_causal or q.shape[2] == k.shape[2]
+    same_length = not is_causal or q.shape[2] == k.shape[2]
     return (
-        alike
+        same_length
         and bias is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0
@@ -236,9 +236,9 @@ def _efficient_backward(
     )  # the padding that the kernel expects, which `attend` removed
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     backward = aten._scaled_dot_product_efficient_attention_backward.default
-    wanted = [True, True, True, False]
+    gradient_mask = [True, True, True, False]
     return backward(
-        grad, q, k, v, bias, out, rows, state, state, 0.0, wanted, is_causal, scale=scale
+        grad, q, k, v, bias, out, rows, state, state, 0.0, gradient_mask, is_causal, scale=scale
     )[:3]
 
 
@@ -313,13 +313,13 @@ def attend_placed(
     Returns:
         The result, ``[b, h, s, d]``, and the logsumexp of the scores, ``[b, h, s]``.
     """
-    found = [
+    results = [
         _attend_range(q[:, :, rows], k, v, scale, first)
         for rows, first in _runs(q, start, mirrored_in)
     ]
-    if len(found) == 1:
-        return found[0]
-    outs, sums = zip(*found, strict=True)
+    if len(results) == 1:
+        return results[0]
+    outs, sums = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
@@ -356,9 +356,9 @@ def attend_placed_backward(
         for keys, is_causal in zip(ranges, (False, True), strict=True):
             if not _length(keys):
                 continue
-            own = Saved(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
+            saved_part = Saved(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
             totals = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
-            parts = attend_backward(own_grad, own, None, is_causal, scale)
+            parts = attend_backward(own_grad, saved_part, None, is_causal, scale)
             for total, part in zip(totals, parts, strict=True):
                 total.add_(part)
     return dq, dk, dv
@@ -391,11 +391,11 @@ def _join_ranges(
 ) -> tuple[Tensor, Tensor]:
     """Combine the results for two ranges of keys, in the memory of `out`; computed in the dtype of
     `lse`, at least float32."""
-    whole = torch.logaddexp(lse, other_lse)
-    share, rest = (lse - whole).exp_().unsqueeze(-1), (other_lse - whole).exp_().unsqueeze(-1)
+    total = torch.logaddexp(lse, other_lse)
+    share, rest = (lse - total).exp_().unsqueeze(-1), (other_lse - total).exp_().unsqueeze(-1)
     if out.dtype == lse.dtype:
-        return out.mul_(share).addcmul_(other, rest), whole
-    return out.copy_((out * share).addcmul_(other, rest)), whole
+        return out.mul_(share).addcmul_(other, rest), total
+    return out.copy_((out * share).addcmul_(other, rest)), total
 
 
 Heads = tuple[int, int, int]
@@ -461,9 +461,9 @@ def attention_backward(
         lse: its logsumexp, ``[b, h, s]``.
     """
     if heads is not None:
-        own = read_heads(k, q, heads), read_heads(v, q, heads)
+        keys_and_values = read_heads(k, q, heads), read_heads(v, q, heads)
         dq, dk, dv = attention_backward(
-            grad, q, *own, out, lse, mask, is_causal, scale, q_start, None, mirrored_in
+            grad, q, *keys_and_values, out, lse, mask, is_causal, scale, q_start, None, mirrored_in
         )
         return dq, to_heads(dk, k, q, heads), to_heads(dv, v, q, heads)
     saved = Saved(q, k, v, out, lse)
@@ -514,9 +514,9 @@ def to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
         q: as for `read_heads`.
         heads: as for `read_heads`.
     """
-    whole = torch.zeros_like(k)
+    full_gradient = torch.zeros_like(k)
     low, count, aligned = _heads_read(q, heads)
     if aligned:
-        whole.narrow(1, low, count).copy_(grad)
-        return whole
-    return whole.index_add_(1, _head_index(q, heads), grad)
+        full_gradient.narrow(1, low, count).copy_(grad)
+        return full_gradient
+    return full_gradient.index_add_(1, _head_index(q, heads), grad)

@@ -135,12 +135,12 @@ def cross_entropy_backward(
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.reshape(-1, x.shape[-1]).shape,
     )
-    flat, made = x.reshape(rows, num_classes), grad.view(rows, num_classes)
+    flat, result = x.reshape(rows, num_classes), grad.view(rows, num_classes)
     for here in row_blocks(flat):
         m_here, s_here, index_here, scale_here = (
             each.reshape(-1)[here] for each in (m, s, index, scale)
         )
-        made[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
+        result[here] = _rows_backward(flat[here], m_here, s_here, index_here, scale_here, start)
     return grad
 
 
@@ -350,16 +350,16 @@ def _ctc(
         `log_probs` ``[t, n, c]``.
     """
     if targets.numel() and int(target_lengths.amax()) > targets.shape[1]:
-        what = (
+        message = (
             f"target_lengths has a length of {int(target_lengths.amax())}, but targets has only"
             f" {targets.shape[1]} labels per sample"
         )
-        raise AutoparError(what, remedy="pass target_lengths of at most targets.shape[1]")
-    given = log_probs, targets, input_lengths, target_lengths
-    losses, alignments = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+        raise AutoparError(message, remedy="pass target_lengths of at most targets.shape[1]")
+    arguments = log_probs, targets, input_lengths, target_lengths
+    losses, alignments = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)
     ones = torch.ones_like(losses)
     gradient = aten._ctc_loss_backward.Tensor(
-        ones, *given, losses, alignments, blank, zero_infinity
+        ones, *arguments, losses, alignments, blank, zero_infinity
     )
     return losses, gradient.contiguous()
 

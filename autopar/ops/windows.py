@@ -120,10 +120,10 @@ def convolution_backward_part(
         extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
         shape = [*x.shape[:2], *_shape_seen(grad, x, around, extents, strides)]
         like = x.new_empty(1).expand(shape)  # only the shape is used
-        seen, _, _ = aten.convolution_backward.default(
+        window_gradient, _, _ = aten.convolution_backward.default(
             grad, like, weight, None, *settings, [True, False, False]
         )
-        grad_x = _own_gradient(seen, x, around, strides)
+        grad_x = _own_gradient(window_gradient, x, around, strides)
     if output_mask[1] or output_mask[2]:
         before, after = (
             [getattr(e, name) if e else 0 for e in around] for name in ("grad_before", "grad_after")
@@ -160,7 +160,7 @@ def avg_pool_backward_part(
     shape = [*x.shape[: x.dim() - num], *_shape_seen(grad, x, around, kernels, strides)]
     backward = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}[num]
     like = x.new_empty(1).expand(shape)
-    seen = backward(
+    window_gradient = backward(
         grad,
         like,
         kernels,
@@ -170,7 +170,7 @@ def avg_pool_backward_part(
         count_include_pad,
         divisor_override,
     )
-    return _own_gradient(seen, x, around, strides)
+    return _own_gradient(window_gradient, x, around, strides)
 
 
 def max_pool_part(

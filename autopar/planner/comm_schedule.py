@@ -67,20 +67,20 @@ def rooms_left(
         beside: further bytes that are held at every node.
         budget: bytes per device.
     """
-    seen = {(peak.phase, peak.node): peak.peak_bytes for peak in peaks}
-    found = {}
+    peak_bytes = {(peak.phase, peak.node): peak.peak_bytes for peak in peaks}
+    rooms = {}
     for phase, graph in graphs.items():
         spine = [node for node, _ in places(graph) if node.op != "placeholder"]
-        found[phase] = _pieces([seen[phase, node] + beside for node in spine], budget)
-    return found
+        rooms[phase] = _pieces([peak_bytes[phase, node] + beside for node in spine], budget)
+    return rooms
 
 
 def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
     """Round the free bytes at each position down to a few pieces."""
     width = -(-len(held) // _WINDOWS)
-    left = [max(budget - max(held[at : at + width]), 0) for at in range(0, len(held), width)]
-    levels = [int(max(left) * _LEVEL**n) for n in range(_WINDOWS)]
-    rounded = [next((level for level in levels if level <= size), 0) for size in left]
+    free_bytes = [max(budget - max(held[at : at + width]), 0) for at in range(0, len(held), width)]
+    levels = [int(max(free_bytes) * _LEVEL**n) for n in range(_WINDOWS)]
+    rounded = [next((level for level in levels if level <= size), 0) for size in free_bytes]
     return tuple(
         (next(run)[0] * width, size)
         for size, run in groupby(enumerate(rounded), key=lambda each: each[1])
@@ -163,7 +163,7 @@ class Groups:
                 only the first step of a tensor in a group is included, since later steps wait for
                 it.
         """
-        found: dict[_Name, list[fx.Node]] = {}
+        members: dict[_Name, list[fx.Node]] = {}
         for name in ("forward", "backward", "begin", "end"):
             module, turns = getattr(program, name), Counter[_Name]()
             for node in module.graph.nodes if module is not None else ():
@@ -174,10 +174,10 @@ class Groups:
                     )
                     turn = turns[tensor] if by_turn else 0
                     turns[tensor] += 1
-                    found.setdefault(
+                    members.setdefault(
                         (name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op, turn), []
                     ).append(node)
-        groups = [_without_later_steps(nodes) for nodes in found.values()]
+        groups = [_without_later_steps(nodes) for nodes in members.values()]
         return sorted(
             (nodes for nodes in groups if len(nodes) > 1),
             key=lambda nodes: -self.bucket(nodes).saved_s,
@@ -315,7 +315,7 @@ class Ordering:
             shortest_first = sorted(
                 zip(map(_seconds, roomy), unordered, roomy, strict=True), key=lambda each: each[0]
             )
-        found: tuple[Candidate, _Plain] | None = (
+        best: tuple[Candidate, _Plain] | None = (
             None  # the best plan so far, with overlap and without
         )
         least_s = math.inf
@@ -327,10 +327,10 @@ class Ordering:
             within = self._within_budget(plain, ordered)
             seconds = math.inf if within is None else _seconds(within)
             if within is not None and seconds < least_s:
-                found, least_s = (within, plain), seconds
-        if found is None:
+                best, least_s = (within, plain), seconds
+        if best is None:
             return tried if math.isinf(limit_s) else None
-        return self._minimize_room(*found)
+        return self._minimize_room(*best)
 
     def _minimize_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
         """Reduce the rooms of the plan's overlap to the least that give the same program, and write
@@ -361,17 +361,17 @@ class Ordering:
         offers = BucketOffers.of(groups, tried.program, fits_together)
         if offers.saved_s() < WORTH * tried.plan.prediction.serial_s:
             return
-        numbers, seen = [_NUM_BUCKETS], set[tuple[Bucket, ...]]([()])
+        numbers, known_buckets = [_NUM_BUCKETS], set[tuple[Bucket, ...]]([()])
         for num in numbers:
             buckets, fits = offers.with_num(num), True
-            if buckets not in seen:
-                seen.add(buckets)
+            if buckets not in known_buckets:
+                known_buckets.add(buckets)
                 plan = replace(tried.plan, buckets=buckets)
                 candidate = replace(tried, plan=plan, program=programs[buckets])
-                found = self._reduce_to_budget(candidate, tried.program)
-                fits = found is candidate
-                if found is not None:
-                    yield found
+                reduced = self._reduce_to_budget(candidate, tried.program)
+                fits = reduced is candidate
+                if reduced is not None:
+                    yield reduced
             if num == _NUM_BUCKETS:
                 numbers += _FEWER if fits else _MORE
 
@@ -404,9 +404,9 @@ class Ordering:
         peak = self.peak_bytes(tried.program) + tried.plan.prediction.beside_bytes
         if peak <= self.budget:
             return None
-        seen = self.by_node(tried.program)
-        beside = peak - max(each.peak_bytes for each in seen)
-        return {each.node for each in seen if each.peak_bytes + beside > self.budget}
+        peaks = self.by_node(tried.program)
+        simultaneous_bytes = peak - max(each.peak_bytes for each in peaks)
+        return {each.node for each in peaks if each.peak_bytes + simultaneous_bytes > self.budget}
 
     def _all_room(self, plain: Candidate) -> Overlap:
         slowdown = self.priced.problem.overlap_slowdown
@@ -433,14 +433,14 @@ class Ordering:
 
         allowed = self._all_room(plain.tried)
         if not fits(allowed):
-            left = self._room_left(plain.tried, roomy.plan.overlap)
-            if left is None:
+            remaining = self._room_left(plain.tried, roomy.plan.overlap)
+            if remaining is None:
                 return None
-            allowed = left.overlap
+            allowed = remaining.overlap
             for _ in range(_MAX_REDUCTIONS):
                 if fits(allowed):
                     break
-                allowed = self._less(allowed, tried[allowed], left.beside_bytes)
+                allowed = self._less(allowed, tried[allowed], remaining.beside_bytes)
             else:
                 allowed = Overlap(allowed.slowdown)
                 is_within = fits(allowed)
@@ -451,23 +451,26 @@ class Ordering:
         """Compute the room that a plan without overlap leaves. Return None if that plan already
         exceeds the budget."""
         with self.clock.phase("memory"):
-            beside = plain.plan.prediction.beside_bytes
+            simultaneous_bytes = plain.plan.prediction.beside_bytes
             peak = (
-                self.peak_bytes(plain.program) + beside if plain.plan.buckets else plain.peak_bytes
+                self.peak_bytes(plain.program) + simultaneous_bytes
+                if plain.plan.buckets
+                else plain.peak_bytes
             )
             if peak > self.budget:
                 return None
-            seen = self.by_node(plain.program)
-            beside = peak - max(
-                each.peak_bytes for each in seen
+            peaks = self.by_node(plain.program)
+            simultaneous_bytes = peak - max(
+                each.peak_bytes for each in peaks
             )  # bytes that the schedule holds in addition to the running microbatch
             graphs = {
                 "forward": plain.program.forward.graph,
                 "backward": plain.program.backward.graph,
             }
-            left = rooms_left(graphs, seen, beside, self.budget)
+            rooms = rooms_left(graphs, peaks, simultaneous_bytes, self.budget)
         return _RemainingRoom(
-            replace(held, forward_room=left["forward"], backward_room=left["backward"]), beside
+            replace(held, forward_room=rooms["forward"], backward_room=rooms["backward"]),
+            simultaneous_bytes,
         )
 
     def _less(self, allowed: Overlap, over: Candidate, beside: int) -> Overlap:
@@ -475,10 +478,10 @@ class Ordering:
         there."""
         excess = dict.fromkeys(("forward", "backward"), 0)
         with self.clock.phase("memory"):
-            for each in (
-                peak for peak in self.by_node(over.program) if peak.phase in excess
-            ):  # no communication starts early at the beginning of a step
-                excess[each.phase] = max(excess[each.phase], each.peak_bytes + beside - self.budget)
+            for peak in self.by_node(over.program):
+                if peak.phase in excess:  # no communication starts early before forward
+                    over_bytes = peak.peak_bytes + beside - self.budget
+                    excess[peak.phase] = max(excess[peak.phase], over_bytes)
         if not any(excess.values()):  # the peak is between the phases
             excess = dict.fromkeys(excess, over.peak_bytes - self.budget)
         return replace(
@@ -510,8 +513,8 @@ class _Plain:
 
     def beside(self, allowed: Overlap) -> Candidate:
         """Overlap as much as is allowed, without writing the program's graphs."""
-        program, held = self.orders.within(allowed)
-        return replace(self.tried, plan=replace(self.tried.plan, overlap=held), program=program)
+        program, overlap = self.orders.within(allowed)
+        return replace(self.tried, plan=replace(self.tried.plan, overlap=overlap), program=program)
 
 
 def _seconds(tried: Candidate) -> float:

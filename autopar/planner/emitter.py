@@ -134,7 +134,7 @@ class Emitter:
         """
         with self.clock.phase("memory"):
             peaks = self.peaks.by_node(candidate.program)
-            beside = candidate.plan.prediction.beside_bytes
+            simultaneous_bytes = candidate.plan.prediction.beside_bytes
             if self.peaks.schedule is not None:  # also held: bytes of the other microbatches
-                beside = candidate.peak_bytes - max(peak.peak_bytes for peak in peaks)
-            return learnt.further(candidate.draft.choices, peaks, beside, self.budget)
+                simultaneous_bytes = candidate.peak_bytes - max(peak.peak_bytes for peak in peaks)
+            return learnt.further(candidate.draft.choices, peaks, simultaneous_bytes, self.budget)

@@ -99,9 +99,13 @@ class Learnt:
             beside_bytes: memory in use that the program does not hold itself.
             budget: bytes per device.
         """
-        seen = by_trace_node(self.liveness, peaks, beside_bytes)
-        wanted = dict.fromkeys([*self.latest, *over_budget(self.liveness, seen, budget)])
-        return replace(self, latest=explain_peaks(self.liveness, choices, seen, wanted))
+        peaks_by_node = by_trace_node(self.liveness, peaks, beside_bytes)
+        node_names = dict.fromkeys(
+            [*self.latest, *over_budget(self.liveness, peaks_by_node, budget)]
+        )
+        return replace(
+            self, latest=explain_peaks(self.liveness, choices, peaks_by_node, node_names)
+        )
 
     def retain_latest(self) -> Learnt:
         """Retain the latest moments, so that later measurements do not replace them."""
@@ -167,16 +171,16 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
         resting_bytes: memory in addition to the tensors of the program, such as optimizer state.
     """
     keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
-    seen: dict[str, Sight] = {}
+    peaks_by_node: dict[str, Sight] = {}
     waiting, last = Sight("", 0), ""
 
     for peak, again in _pair_with_recomputed(peaks, keys):
         now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
-        made = keys.get(
+        node_name = keys.get(
             peak.node.meta.get("key", "").rpartition("/")[0], ""
         )  # nodes of the reduction of a sum
-        if made in liveness.widened:
-            _record(seen, made + WIDENED, now)
+        if node_name in liveness.widened:
+            _record(peaks_by_node, node_name + WIDENED, now)
             continue
         waiting = now if now.peak_bytes > waiting.peak_bytes else waiting._replace(phase=peak.phase)
         others = peak.node.meta["kernel"].others if "kernel" in peak.node.meta else ()
@@ -187,12 +191,14 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
             if name in liveness.owner and not peak.node.meta.get("recomputed")
         ]
         for name in here:
-            _record(seen, name, waiting)
+            _record(peaks_by_node, name, waiting)
             last = name
         waiting = Sight("", 0) if here else waiting
     if last:  # peaks after the last node count for that node
-        _record(seen, last, waiting._replace(phase=waiting.phase or seen[last].phase))
-    return seen
+        _record(
+            peaks_by_node, last, waiting._replace(phase=waiting.phase or peaks_by_node[last].phase)
+        )
+    return peaks_by_node
 
 
 def _record(seen: dict[str, Sight], name: str, sight: Sight) -> None:
@@ -292,25 +298,25 @@ _MIN_DISTANCE = 16  # cuts nearer than 1 / 16 of the list are merged
 def starts_of(priced: Priced, choices: Solution | FractionalGroups) -> Starts:
     """Find the groups that bring a plan nearer to the bound; none if all equal layers share their
     decisions in the relaxation."""
-    wanted: dict[str, Counter[int]] = {}
+    layer_counts: dict[str, Counter[int]] = {}
     for n, shares in choices.mixed.items():
         for layers, numbers in _layers(priced.sources[n]).items():
             for share in shares:
                 num = round(min(share, 1.0 - share) * len(numbers))
                 if 0 < num < len(numbers):
-                    wanted.setdefault(layers, Counter())[numbers[num]] += 1
+                    layer_counts.setdefault(layers, Counter())[numbers[num]] += 1
     return {
         layers: _cuts(found, max(_span(priced, layers) // _MIN_DISTANCE, 1))
-        for layers, found in sorted(wanted.items())
+        for layers, found in sorted(layer_counts.items())
     }
 
 
 def _layers(source: Source) -> dict[str, list[int]]:
     """Map the lists of layers that contain an op's instances to the indices of the layers."""
-    found: dict[str, set[int]] = {}
+    layer_numbers: dict[str, set[int]] = {}
     for layers, number in filter(None, map(layer_of, _keys(source))):
-        found.setdefault(layers, set()).add(number)
-    return {layers: sorted(numbers) for layers, numbers in found.items()}
+        layer_numbers.setdefault(layers, set()).add(number)
+    return {layers: sorted(numbers) for layers, numbers in layer_numbers.items()}
 
 
 def _keys(source: Source) -> Iterator[str]:

@@ -45,7 +45,7 @@ def certain_moments(liveness: Liveness) -> tuple[MemoryPoint, ...]:
     There is one moment for each op whose position is the same in every plan, and one for each
     widening of sums. Only the first and the last of equal ops are used.
     """
-    found, last = [], _last_forward(liveness)
+    moments, last = [], _last_forward(liveness)
     for op, source in enumerate(liveness.priced.sources):
         if source.cluster is not None:
             instances = list(enumerate(source.cluster.instances))
@@ -54,11 +54,11 @@ def certain_moments(liveness: Liveness) -> tuple[MemoryPoint, ...]:
                 for n, c in instances
                 if c.members[0].node in last
             )
-            for now, which in dict.fromkeys((*order[:1], *order[-1:])):
-                found.append(
-                    _Now(liveness, op, source.cluster.instances[which], now, last).moment()
+            for now, instance in dict.fromkeys((*order[:1], *order[-1:])):
+                moments.append(
+                    _Now(liveness, op, source.cluster.instances[instance], now, last).moment()
                 )
-    return (*found, *liveness.widenings())
+    return (*moments, *liveness.widenings())
 
 
 def _last_forward(liveness: Liveness) -> dict[str, int]:
@@ -68,25 +68,25 @@ def _last_forward(liveness: Liveness) -> dict[str, int]:
     Only nodes and readers whose position is the same in every plan are counted. A node of forward
     that only backward needs is excluded, since backward may run it instead.
     """
-    found: dict[str, int] = {}
+    last_readers: dict[str, int] = {}
     for node in reversed(liveness.trace.graph.nodes):
         op, places = liveness.owner.get(node.name), liveness.positions
-        own = node.meta.get("phase") == "backward" or (
+        is_backward = node.meta.get("phase") == "backward" or (
             op is not None and not liveness.priced.problem.ops[op].recomputable
         )
         running = [
             u
             for u in node.users
-            if u.op == "output" or (u.meta.get("phase") == "forward" and u.name in found)
+            if u.op == "output" or (u.meta.get("phase") == "forward" and u.name in last_readers)
         ]
-        if own or running or node.op == "placeholder":
+        if is_backward or running or node.op == "placeholder":
             views = [
-                found[u.name]
+                last_readers[u.name]
                 for u in running
                 if u.op != "output" and liveness.spans[u.name].is_view
             ]
-            found[node.name] = max([NEVER, *(places[u.name] for u in running), *views])
-    return found
+            last_readers[node.name] = max([NEVER, *(places[u.name] for u in running), *views])
+    return last_readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ class _Now:
     def moment(self) -> MemoryPoint:
         """Return the bytes that any plan holds while the op runs."""
         live = self.liveness.first_node_bytes(self.op, self.cluster.members[0].node)
-        held: dict[int, int] = {}
-        self._add_waiting(live, held)
-        self._add_operands(live, held)
+        bytes_by_variant: dict[int, int] = {}
+        self._add_waiting(live, bytes_by_variant)
+        self._add_operands(live, bytes_by_variant)
         if self.is_backward:
             self.liveness.add_returned(live, self.now)
         return MemoryPoint(
             self.cluster.members[0].node,
-            tuple((v, n) for v, n in held.items() if n),
+            tuple((v, n) for v, n in bytes_by_variant.items() if n),
             freeze_sizes(live),
         )
 
@@ -241,12 +241,12 @@ def low_memory_plans(
         emit: emits the plan of a solution.
     """
     lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
-    found: list[Solution] = []
+    solutions: list[Solution] = []
     for weight in _WEIGHTS:
         choices = lightest.choices(weight)
-        if choices is not None and choices not in found:
-            found.append(choices)
-    return tuple(emit(replace(choices, regions=frozenset())) for choices in found)
+        if choices is not None and choices not in solutions:
+            solutions.append(choices)
+    return tuple(emit(replace(choices, regions=frozenset())) for choices in solutions)
 
 
 def prefer_fastest(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
@@ -284,5 +284,5 @@ def refusal(budget: int, last: Solution | Least, smallest: int) -> InfeasibleErr
             f"no plan was found that fits into {size_text(budget)} per device{tried}", smallest
         )
     needed = f"at least {size_text(last.bound_bytes)} is needed, in addition to the transient peak"
-    what = f"no plan fits into {size_text(budget)} per device: {needed}"
-    return shortage(what, int(last.bound_bytes))
+    message = f"no plan fits into {size_text(budget)} per device: {needed}"
+    return shortage(message, int(last.bound_bytes))

@@ -115,9 +115,9 @@ class NamedPlans:
             return {}
         if named.apart:
             return {}
-        found = excluded_by(priced, named)
-        holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in found.items())
-        return found if holds and is_close(found) else {}
+        excluded = excluded_by(priced, named)
+        holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in excluded.items())
+        return excluded if holds and is_close(excluded) else {}
 
 
 @contextmanager
@@ -145,17 +145,17 @@ def excluded_by(priced: Priced, named: Named) -> Excluded:
         named: the resolved plans.
     """
     forced = Forced({}, {}, named)
-    found: dict[int, frozenset[int]] = {}
+    excluded: dict[int, frozenset[int]] = {}
     for n, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
         if source.cluster is not None:
-            found[n] = _excluded_of_cluster(source.cluster, named)
+            excluded[n] = _excluded_of_cluster(source.cluster, named)
         elif op.kind == "parameter":
             layouts = [strategy.layouts.outputs[0] for strategy in op.strategies]
             rests = [forced.filter_storage(name, layouts) for name in source.names]
-            found[n] = frozenset(
+            excluded[n] = frozenset(
                 s for s, at in enumerate(layouts) if not all(at in each for each in rests)
             )
-    return {n: out for n, out in found.items() if out}
+    return {n: out for n, out in excluded.items() if out}
 
 
 def _excluded_of_cluster(cluster_class: ClusterClass, named: Named) -> frozenset[int]:
@@ -204,7 +204,11 @@ class NamedComparison:
         Args:
             named: the plans to compare with.
         """
-        fastest, taken, seconds = self.best, "", simulated_s(self.best.program, self.best.plan)
+        fastest, fastest_name, seconds = (
+            self.best,
+            "",
+            simulated_s(self.best.program, self.best.plan),
+        )
         objective_s = self.best.time_s
         limit_s = objective_s + _CLOSE[self.emitter.options.effort] * (seconds - objective_s)
         with self.emitter.clock.phase("named plans"):
@@ -218,8 +222,8 @@ class NamedComparison:
             if candidate is not None:
                 its_s = simulated_s(candidate.program, candidate.plan)
                 if its_s < seconds:
-                    fastest, taken, seconds = candidate, name, its_s
-        return _note(fastest, taken) if taken else fastest
+                    fastest, fastest_name, seconds = candidate, name, its_s
+        return _note(fastest, fastest_name) if fastest_name else fastest
 
     def _least_s(self, excluded: Excluded) -> float:
         """Return a lower bound of the objective without some strategies, in seconds."""
@@ -242,10 +246,10 @@ class NamedComparison:
         smaller, common = SmallerProblem.of(groups.problem, excluded), Common()
         for _ in range(_ROUNDS):
             with self.emitter.clock.phase("solve"):
-                found = self.solving.without(smaller.at_moments(groups.problem), limit_s, common)
-            if found is None or _decisions(found) == _decisions(self.best.draft.choices):
+                solution = self.solving.without(smaller.at_moments(groups.problem), limit_s, common)
+            if solution is None or _decisions(solution) == _decisions(self.best.draft.choices):
                 return None
-            candidate = self.emitter.emit(groups, found)
+            candidate = self.emitter.emit(groups, solution)
             if self.emitter.fits(candidate):
                 candidate = replace(candidate, plan=self._with_proof(candidate))
                 return self.emitter.order_within(candidate, fastest_s)
@@ -255,9 +259,9 @@ class NamedComparison:
     def _with_proof(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate with the proof of the best plan, whose bound holds for all
         plans."""
-        own, proof = candidate.plan.proof, self.best.plan.proof
-        gap = max(1.0 - proof.bound_s / own.objective_s, 0.0)
-        proof = replace(proof, objective_s=own.objective_s, gap=gap, covers=own.covers)
+        own_proof, proof = candidate.plan.proof, self.best.plan.proof
+        gap = max(1.0 - proof.bound_s / own_proof.objective_s, 0.0)
+        proof = replace(proof, objective_s=own_proof.objective_s, gap=gap, covers=own_proof.covers)
         return replace(candidate.plan, proof=proof)
 
 

@@ -134,15 +134,17 @@ def covers_of(draft: PlanDraft) -> tuple[str, ...]:
     hosts = (_HOSTS,) if draft.priced.problem.host_budget_bytes else ()
     balanced = (_BALANCED,) if any(s.communication_s for s in strategies) else ()
     masks = [node.args[5] for node in draft.trace.graph.nodes if node.target is ops.flex_attention]
-    seen = (_SEEN.format(sum(not is_known(mask) for mask in masks), len(masks)),) if masks else ()
-    last = (*hosts, *balanced, *seen, of_kernels(draft.priced), *draft.priced.notes)
+    observed = (
+        (_SEEN.format(sum(not is_known(mask) for mask in masks), len(masks)),) if masks else ()
+    )
+    last = (*hosts, *balanced, *observed, of_kernels(draft.priced), *draft.priced.notes)
     if not starts:
         return *COVERS, *last
-    apart = (
+    separate_ops = (
         f"{_ALIKE} within each group of layers:"
         f" {'; '.join(_groups(layers, cuts) for layers, cuts in starts.items())}"
     )
-    return *(apart if line == _ALIKE else line for line in COVERS), *last
+    return *(separate_ops if line == _ALIKE else line for line in COVERS), *last
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:
@@ -183,7 +185,7 @@ def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
 
 def _entries(draft: PlanDraft) -> Iterable[Entry]:
     sources = {n.name: n.meta.get("source", "") for n in draft.trace.graph.nodes}
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for index, (op, source) in enumerate(
         zip(draft.priced.problem.ops, draft.priced.sources, strict=True)
     ):
@@ -193,11 +195,11 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
             _nodes(draft, index, recomputed_strategy)[0] if recomputed_strategy is not None else ()
         )
         key = FIELD.sub("*", nodes[0].node)
-        seen[key] = seen.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + 1
         first = source.cluster.first if source.cluster else None
         calls = [m.call for m in first.members] if first else []
         yield Entry(
-            key=key if seen[key] == 1 else f"{key} ({seen[key]})",
+            key=key if counts[key] == 1 else f"{key} ({counts[key]})",
             kind=op.kind,
             module=key.partition("/")[0],
             op=key.split("/")[1],

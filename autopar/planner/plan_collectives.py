@@ -71,7 +71,7 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
                 ends = value.layout(arc.src), value.layout(arc.dst)
                 for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
-                    beside = overlapped and arc.collective.kind != "slice"
+                    is_overlapped = overlapped and arc.collective.kind != "slice"
                     shares = redistribution.early and arc.share_s is not None
                     yield Communication(
                         pattern,
@@ -83,7 +83,7 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
                         *ends,
                         arc.seconds(shares=shares),
                         slack,
-                        beside,
+                        is_overlapped,
                         kernel,
                         why,
                         alone_s=arc.time_s if shares else None,
@@ -168,14 +168,14 @@ def _step_communications(draft: PlanDraft) -> Iterable[Communication]:
     ):
         if source.kind != "parameter" or op.strategies[s].storage is None:
             continue
-        p, held, moves = (
+        p, storages, moves = (
             parameters[source.names[0]],
             parameter_layouts(op.strategies[s]),
             draft.priced.moves,
         )
         patterns = [pattern_of(storage_key(name)) for name in source.names]
         instances = tuple(indices for _, indices in patterns)
-        for result, steps in enumerate((moves.gathers(p, held), moves.reduces(p, held))):
+        for result, steps in enumerate((moves.gathers(p, storages), moves.reduces(p, storages))):
             for step in steps:
                 module = FIELD.sub("*", patterns[0][0].partition("/")[0])
                 ends = step.source, step.target

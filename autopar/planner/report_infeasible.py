@@ -29,12 +29,12 @@ def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constr
         constraints: constraints that cannot hold together.
         hold: raises `ConstraintError` if constraints cannot hold. It is called once per constraint.
     """
-    left = list(constraints)
+    needed = list(constraints)
     for constraint in constraints:
-        without = [c for c in left if c is not constraint]
+        without = [c for c in needed if c is not constraint]
         if not _holds(without, hold):
-            left = without
-    return tuple(left)
+            needed = without
+    return tuple(needed)
 
 
 def with_conflict(
@@ -53,9 +53,9 @@ def with_conflict(
 def _name_conflict(error: ConstraintError, found: Sequence[Constraint]) -> ConstraintError:
     if len(found) < 2:
         return error
-    said = f"{', '.join(map(in_words, found[:-1]))} and {in_words(found[-1])}"
+    names = f"{', '.join(map(in_words, found[:-1]))} and {in_words(found[-1])}"
     return ConstraintError(
-        f"{error.what}; {said} conflict: without any one of them, the others can hold",
+        f"{error.what}; {names} conflict: without any one of them, the others can hold",
         where=error.where,
         remedy=error.remedy,
     )
@@ -88,24 +88,24 @@ def with_conflict_of_stages(
     ):  # the planner chose the axis, so no constraint requests it
         return error
     others = [c for c in constraints if not isinstance(c, Pipelined)]
-    left = mesh.without(pipelined.axis or "")
+    stage_mesh = mesh.without(pipelined.axis or "")
     num_stages = (
         pipelined.chunks * mesh.shape[mesh.names.index(pipelined.axis)] if pipelined.axis else 1
     )
 
     def hold(chosen: Sequence[Constraint]) -> None:
         """Raise ConstraintError if a stage cannot hold these constraints."""
-        _enumerate_strategies(part, left, chosen, num_stages=num_stages)
+        _enumerate_strategies(part, stage_mesh, chosen, num_stages=num_stages)
 
     if _holds(others, hold):  # the cause is the cuts, or the single stage
         return error
-    found = find_conflict(others, hold)
+    conflict = find_conflict(others, hold)
     cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), pipelined)
-    if cuts not in found and _holds(
-        found, lambda chosen: _enumerate_strategies(whole, mesh, chosen, num_stages=1)
+    if cuts not in conflict and _holds(
+        conflict, lambda chosen: _enumerate_strategies(whole, mesh, chosen, num_stages=1)
     ):
-        found = (cuts, *found)
-    return _name_conflict(error, found)
+        conflict = (cuts, *conflict)
+    return _name_conflict(error, conflict)
 
 
 def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:

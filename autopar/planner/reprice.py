@@ -109,21 +109,23 @@ def problems_of(
         plan, trace, mesh, hardware, options: as in `reprice_plan`.
     """
     pipeline = plan.as_pipeline
-    left = mesh.without(pipeline.axis)
-    forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
-    made = cut_trace(trace, pipeline.positions)
-    for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
+    stage_mesh = mesh.without(pipeline.axis)
+    forced = resolve(
+        trace, [c for c in options.constraints if not isinstance(c, Pipelined)], stage_mesh
+    )
+    parts = cut_trace(trace, pipeline.positions)
+    for number, (staged, stage) in enumerate(zip(pipeline.stages, parts.stages, strict=True)):
         here, crossing = (
             replace(forced, starts=staged.starts),
             Crossing.links_along(pipeline.axis, mesh, hardware, number),
         )
         profile = profile_of(hardware, pipeline.axis, number)
         priced = _price_trace(
-            stage, left, profile, options, here, crossing, pipeline.num_microbatches
+            stage, stage_mesh, profile, options, here, crossing, pipeline.num_microbatches
         )
-        yield PlanPart(staged, stage, left, priced, made.shared)
+        yield PlanPart(staged, stage, stage_mesh, priced, parts.shared)
         chosen = staged.node_choices()
-        shared = [p.name for p in stage.parameters if p.name in made.shared]
+        shared = [p.name for p in stage.parameters if p.name in parts.shared]
         rests = {
             name: chosen.get(storage_key(name), chosen[parameter_key(name)]).outputs[0]
             for name in shared
@@ -168,19 +170,21 @@ def _saved_s(part: PlanPart, c: Communication, once_s: float, profile: HardwareP
         return 0.0
     key = c.node.format(*c.instances[0])
     crossing = placeholder_keys(part.trace)
-    made = next(n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key)
+    source_node = next(
+        n for n in part.trace.graph.nodes if crossing.get(n.name, n.meta.get("key")) == key
+    )
     chosen = part.plan.recomputed_choices() if c.kernel.again else part.plan.node_choices()
     if c.own:
         return saved_of(
-            call_of(made), chosen[key], CollectivePrices(part.mesh, profile), profile, c
+            call_of(source_node), chosen[key], CollectivePrices(part.mesh, profile), profile, c
         )
-    product, gathers = product_of(made, c), c.collective.kind == "all_gather"
+    product, gathers = product_of(source_node, c), c.collective.kind == "all_gather"
     call, dim = call_of(product), c.collective.dim
     if gathers:
         terms = terms_of(call)
-        dim = terms[2].index(terms[operands_of(product).index(made)][dim])
+        dim = terms[2].index(terms[operands_of(product).index(source_node)][dim])
     strategy, sizes = chosen[product.meta["key"]], tuple(part.mesh.shape)
-    adds = not gathers and product is not made
+    adds = not gathers and product is not source_node
     after = normed_after(product) if c.kernel.name == NORMED else None
     normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
     site = KernelSite(
@@ -231,7 +235,7 @@ def _find_strategies(
 ) -> dict[int, int]:
     """Map ops to the plan's strategies, as indices of the problem's strategies. With `every`, all
     ops are mapped, else those that `chosen` contains."""
-    found: dict[int, int] = {}
+    strategies: dict[int, int] = {}
     for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
         if source.cluster is not None:
             keys = [m.key for m in source.cluster.first.members]
@@ -242,11 +246,11 @@ def _find_strategies(
             keys += [storage_key(source.names[0])] if source.kind == "parameter" else []
         if not every and keys[0] not in chosen:
             continue
-        wanted = tuple(chosen[key] for key in keys if key in chosen)
-        if wanted not in offered:
-            raise _refusal(keys[0], source, wanted, priced.moves.mesh_shape)
-        found[index] = offered.index(wanted)  # type: ignore[arg-type]
-    return found
+        chosen_layouts = tuple(chosen[key] for key in keys if key in chosen)
+        if chosen_layouts not in offered:
+            raise _refusal(keys[0], source, chosen_layouts, priced.moves.mesh_shape)
+        strategies[index] = offered.index(chosen_layouts)  # type: ignore[arg-type]
+    return strategies
 
 
 def _refusal(
@@ -254,7 +258,7 @@ def _refusal(
 ) -> PlanError:
     """Make the error for a decision that the problem does not offer. It names a tensor that cannot
     have its layout, if there is one."""
-    what = f"the plan's decision for {key} is not possible here"
+    message = f"the plan's decision for {key} is not possible here"
     members = () if source.cluster is None else source.cluster.first.members
     for member, strategy in zip(
         members, wanted, strict=False
@@ -269,8 +273,8 @@ def _refusal(
                     f" {str(layout)!r} over axes of {sizes} devices"
                 )
                 remedy = "use smaller axes, or plan for that mesh"
-                return PlanError(f"{what}: {why}", where=member.call.where, remedy=remedy)
+                return PlanError(f"{message}: {why}", where=member.call.where, remedy=remedy)
     return PlanError(
-        f"{what}: the rules and constraints do not allow it",
+        f"{message}: the rules and constraints do not allow it",
         remedy="plan again for this model and mesh",
     )

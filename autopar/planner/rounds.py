@@ -184,12 +184,12 @@ class PlannerLoop:
             The fastest that fits, with ordered communications; if none fits, the one that needs
             least; None if none was found.
         """
-        whole = self.ungrouped_layers
-        multipliers = quickest(whole.priced.problem)
+        ungrouped = self.ungrouped_layers
+        multipliers = quickest(ungrouped.priced.problem)
         bound_s = max(proven_s, multipliers.bound_s if multipliers else 0.0)
-        whole = replace(whole, bound_s=bound_s, multipliers=multipliers)
-        emit = partial(self.emitter.emit, whole)
-        plans = low_memory_plans(self.emitter.trace, whole.priced, self.options.solve_s, emit)
+        ungrouped = replace(ungrouped, bound_s=bound_s, multipliers=multipliers)
+        emit = partial(self.emitter.emit, ungrouped)
+        plans = low_memory_plans(self.emitter.trace, ungrouped.priced, self.options.solve_s, emit)
         budget = self.emitter.budget
         lightest = prefer_fastest(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
         return (
@@ -235,10 +235,13 @@ class PlannerLoop:
         if isinstance(finer, Solution) and self._is_enough(finer, met):
             return grouped
         as_before = self._solve_problem(replace(state, free=grouped.free), Effort.WHOLE, met)
-        alike = as_before.answer
+        as_before_solution = as_before.answer
         if not isinstance(finer, Solution):
             return as_before
-        if isinstance(alike, Solution) and alike.objective_s <= finer.objective_s:
+        if (
+            isinstance(as_before_solution, Solution)
+            and as_before_solution.objective_s <= finer.objective_s
+        ):
             return as_before
         return grouped
 
@@ -327,11 +330,13 @@ class PlannerLoop:
         The previous groups are not solved again with the moments, which would take a round.
         """
         reserves = state.groups.learnt.reserves
-        whole = _expect(self.group_layers({}), reserves)
-        solved = self._solve_problem(replace(state, groups=whole), Effort.MIXED)
+        ungrouped = _expect(self.group_layers({}), reserves)
+        solved = self._solve_problem(replace(state, groups=ungrouped), Effort.MIXED)
         mixed = solved.answer
         starts = (
-            starts_of(whole.priced, mixed) if isinstance(mixed, Solution | FractionalGroups) else {}
+            starts_of(ungrouped.priced, mixed)
+            if isinstance(mixed, Solution | FractionalGroups)
+            else {}
         )
         if starts and starts != state.groups.starts:
             solved = self._solve_problem(

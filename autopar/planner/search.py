@@ -101,12 +101,12 @@ class Planned:
                 be written.
         """
         if self.problem is None:
-            what = (
+            message = (
                 "a plan with pipeline stages solves several integer programs, but one LP file"
                 " holds only one"
             )
             raise AutoparError(
-                what,
+                message,
                 where=str(path),
                 remedy="pass num_microbatches=1 and no pipeline, or omit the LP file",
             )
@@ -239,8 +239,8 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
     priced, choices, evaluation = draft.priced, draft.choices, draft.evaluation
     with clock.phase("explain"):
         draft = replace(draft, runner_ups=runner_ups(priced.problem, choices))
-        whole = assemble(draft, plan.fingerprint, plan.options, candidate.bound_s)
-        plan = replace(whole, proof=plan.proof, overlap=plan.overlap, buckets=plan.buckets)
+        complete_plan = assemble(draft, plan.fingerprint, plan.options, candidate.bound_s)
+        plan = replace(complete_plan, proof=plan.proof, overlap=plan.overlap, buckets=plan.buckets)
     replicated = [entry for entry in plan.entries if entry.replicated]
     if options.strict and replicated:
         lines = [

@@ -48,13 +48,13 @@ def runner_ups(problem: Problem, choices: Solution) -> Mapping[int, RunnerUp]:
     touching = variants_by_op(problem)
     step = evaluate_choices(problem, choices).load
     problem = within(problem, choices.regions)
-    found: dict[int, RunnerUp] = {}
+    others: dict[int, RunnerUp] = {}
     for index, op in enumerate(problem.ops):
         if len(op.strategies) > 1:
             best = _best_other(problem, choices, index, touching.get(index, []), step)
             if best is not None:
-                found[index] = best
-    return found
+                others[index] = best
+    return others
 
 
 def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
@@ -170,7 +170,7 @@ def all_flips(
         plan, trace, mesh, hardware, options: as in `autopar.planner.reprice.reprice_plan`.
         most: closest runner-ups per stage to price.
     """
-    found: list[Flip] = []
+    flips_of_stages: list[Flip] = []
     could_turn = False
     for number, part in enumerate(problems_of(plan, trace, mesh, hardware, options)):
         could_turn = could_turn or bool(_closest(part.plan, part.priced, part.shared))
@@ -183,9 +183,11 @@ def all_flips(
             most=most,
             shared=part.shared,
         )
-        found += (replace(flip, stage=number if plan.pipeline else None) for flip in turning)
+        flips_of_stages += (
+            replace(flip, stage=number if plan.pipeline else None) for flip in turning
+        )
     return Flips(
-        sorted(found, key=lambda flip: abs(math.log(flip.factor))),
+        sorted(flips_of_stages, key=lambda flip: abs(math.log(flip.factor))),
         NO_FLIP if could_turn else _why_none(plan),
     )
 
@@ -226,7 +228,7 @@ def flips(
     forward, backward = load_of(plan).outlasts_compute(profile.overlap_slowdown)
     balance = (float(not forward), float(not backward))
     parameters = {p.name: p for p in trace.parameters}
-    found: list[Flip] = []
+    close_flips: list[Flip] = []
     assert len(plan.entries) == len(priced.sources), "an entry per op"
     for delta_s, index in _closest(plan, priced, shared)[:most]:
         entry = plan.entries[index]
@@ -237,7 +239,7 @@ def flips(
             if str(s.layouts) == entry.runner_up.strategy
         )
         changes: list[tuple[float, float, str]] = []
-        for what in (COMPUTE, *links):
+        for resource in (COMPUTE, *links):
             local = _Local(
                 priced,
                 parameters,
@@ -247,16 +249,16 @@ def flips(
                 touching.get(index, ()),
                 mesh,
                 profile,
-                what,
+                resource,
                 balance,
             )
             factor = nearest_root(local.delta_s)
             if factor is not None:
-                changes.append((abs(math.log(factor)), factor, what))
+                changes.append((abs(math.log(factor)), factor, resource))
         if changes:
-            _, factor, what = min(changes)
-            found.append(Flip(entry.key, entry.runner_up.strategy, delta_s, what, factor))
-    return tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor))))
+            _, factor, resource = min(changes)
+            close_flips.append(Flip(entry.key, entry.runner_up.strategy, delta_s, resource, factor))
+    return tuple(sorted(close_flips, key=lambda flip: abs(math.log(flip.factor))))
 
 
 def _closest(plan: Plan, priced: Priced, shared: Collection[str]) -> list[tuple[float, int]]:
@@ -333,14 +335,14 @@ class _Local:
     def _kernels_saving(self, saved_s: Callable[[OverlapOption, int], float]) -> Kernels:
         """Change the savings of the kernels of the op's variants. A kernel saves as much as before,
         but at most the shorter of its collective and its product."""
-        found = dict[tuple[int, bool], tuple[OverlapKernel, ...]]()
+        changed = dict[tuple[int, bool], tuple[OverlapKernel, ...]]()
         for (v, late), kernels in self.priced.problem.kernels.items():
             if v in self.touched:
                 hides = [tuple(replace(h, saved_s=saved_s(h, v)) for h in k.hides) for k in kernels]
-                found[v, late] = tuple(
-                    replace(k, hides=each) for k, each in zip(kernels, hides, strict=True)
+                changed[v, late] = tuple(
+                    replace(k, hides=options) for k, options in zip(kernels, hides, strict=True)
                 )
-        return found
+        return changed
 
     def _with_strategies(self, changed: Callable[[int, OpStrategy], OpStrategy]) -> Problem:
         """Change the prices of the compared strategies of the op."""

@@ -156,8 +156,13 @@ def _events(
         if phase == "backward" and label in again:
             yield from _bars_of(label, phase, again.pop(label))
         for operand in node.all_input_nodes:
-            where = _label(operand)[0] if node.op == "output" else label
-            yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
+            operand_label = _label(operand)[0] if node.op == "output" else label
+            yield (
+                operand_label,
+                phase,
+                "communication",
+                moves.pop((operand.name, phase, False), 0.0),
+            )
         yield from _bars_of(label, phase, compute.get(node.name, (0.0, 0.0)))
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
     if returns:  # a stage without ops in backward
@@ -191,13 +196,13 @@ def crossing_times(
         {i.path for i in trace.inputs if i.crosses},
         {o.path for o in trace.outputs if o.crosses},
     )
-    found: dict[str, list[float]] = {"input": [], "output": []}
+    times: dict[str, list[float]] = {"input": [], "output": []}
     for op, source, s in zip(priced.problem.ops, priced.sources, choices.strategies, strict=True):
         if (op.kind == "input" and source.names[0] in arriving) or (
             op.kind == "output" and source.names[0] in leaving
         ):
-            found[op.kind].append(op.strategies[s].time_s)
-    return tuple(found["input"]), tuple(found["output"])
+            times[op.kind].append(op.strategies[s].time_s)
+    return tuple(times["input"]), tuple(times["output"])
 
 
 def step_time(priced: Priced, choices: Solution) -> float:

@@ -63,8 +63,8 @@ def stages_on(plan: Plan, mesh: Mesh) -> tuple[Plan, ...]:
             differs.
     """
     _check(plan, mesh)
-    left = mesh.without(plan.stage_axis)
-    return tuple(_decisions(stage, left) for stage in plan.stages)
+    stage_mesh = mesh.without(plan.stage_axis)
+    return tuple(_decisions(stage, stage_mesh) for stage in plan.stages)
 
 
 def notes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
@@ -91,34 +91,38 @@ def _notes(plan: Plan, mesh: Mesh) -> Iterator[str]:
 
 def _check(plan: Plan, mesh: Mesh) -> None:
     if not set(plan.mesh.names) & set(mesh.names):
-        what = (
+        message = (
             f"the plan is for {plan.mesh}, but this mesh is {mesh}: they have no common axis name"
             " through which decisions could be transferred"
         )
         raise PlanError(
-            what,
+            message,
             remedy=(
                 f"name the axes as in the plan, {', '.join(plan.mesh.names)}, or plan for this mesh"
             ),
         )
     name, num = plan.stage_axis, len(plan.stages)
-    size, wanted = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
-    if size != wanted:
-        what = (
-            f"the plan has {num} stages along {name!r}, {wanted} devices, but the axis has size"
-            f" {size} in mesh {mesh}"
+    size, planned_size = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
+    if size != planned_size:
+        message = (
+            f"the plan has {num} stages along {name!r}, {planned_size} devices, but the axis has "
+            f"size {size} in mesh {mesh}"
         )
         raise PlanError(
-            what,
-            remedy=(f"use a mesh with {name}={wanted} and any other axes, or plan for this mesh"),
+            message,
+            remedy=(
+                f"use a mesh with {name}={planned_size} and any other axes, or plan for this mesh"
+            ),
         )
 
 
 def _decisions(plan: Plan, mesh: Mesh) -> Plan:
     axes = axes_from(plan.mesh, mesh)
     entries = tuple(_entry(entry, axes) for entry in plan.entries)
-    kept = tuple(_kept_of_axis(value, axes) for value in plan.kept)
-    return replace(plan, mesh=mesh, entries=entries, kept=kept, communications=(), buckets=())
+    kept_values = tuple(_kept_of_axis(value, axes) for value in plan.kept)
+    return replace(
+        plan, mesh=mesh, entries=entries, kept=kept_values, communications=(), buckets=()
+    )
 
 
 def _entry(entry: Entry, axes: Sequence[int | None]) -> Entry:
@@ -262,13 +266,14 @@ class _Carrier:
         )
         strategies, again = decisions(priced, piece.plan)
         regions = None if piece.has_kernels else frozenset[int]()
-        kept = _kept_variants(priced, piece.plan, piece.trace)
-        choices = Solution(strategies, again, kept, 0.0, 0.0, regions=regions)
-        found = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
-        if emitter.fits(found):
-            return emitter.order(found)
+        kept_versions = _kept_variants(priced, piece.plan, piece.trace)
+        choices = Solution(strategies, again, kept_versions, 0.0, 0.0, regions=regions)
+        candidate = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
+        if emitter.fits(candidate):
+            return emitter.order(candidate)
         return replace(
-            found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown))
+            candidate,
+            plan=replace(candidate.plan, overlap=Overlap(priced.problem.overlap_slowdown)),
         )
 
     def _price_piece(self, piece: _CarriedPiece, crossing: Crossing) -> Priced:
@@ -293,8 +298,10 @@ class _Carrier:
 
 def _force_constraints(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
     """Resolve constraints on the plan's axes; other axes are free."""
-    before, left = plan.mesh.without(plan.stage_axis), mesh.without(plan.stage_axis)
-    forced = resolve(trace, constraints_on_mesh(options.constraints, before, left), left)
+    before, stage_mesh = plan.mesh.without(plan.stage_axis), mesh.without(plan.stage_axis)
+    forced = resolve(
+        trace, constraints_on_mesh(options.constraints, before, stage_mesh), stage_mesh
+    )
     again = next(
         (c.recompute for c in options.constraints if isinstance(c, Megatron) and c.recompute), None
     )
@@ -342,9 +349,9 @@ def _pieces(
     plan: Plan, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
 ) -> Iterator[_CarriedPiece]:
     """Generate the stages."""
-    made = cut_trace(trace, there.positions)
+    parts = cut_trace(trace, there.positions)
     for number, (old, new, part) in enumerate(
-        zip(plan.stages, there.stages, made.stages, strict=True)
+        zip(plan.stages, there.stages, parts.stages, strict=True)
     ):
         has_kernels = any(c.kernel for c in old.communications)
         schedule = sharing.schedule(there.schedule, number) if plan.pipeline else None
@@ -380,22 +387,22 @@ def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
             else chosen[input_key(i.path)].outputs[0]
         )
         if layout is not None and not layout.fits(i.shape, mesh.shape):
-            which = (
+            text = (
                 f"each of the plan's {num} microbatches has input {i.path}"
                 if num > 1
                 else f"the plan has input {i.path}"
             )
-            what = (
-                f"{which} of shape {tuple(i.shape)}, which cannot have layout {str(layout)!r} on"
+            message = (
+                f"{text} of shape {tuple(i.shape)}, which cannot have layout {str(layout)!r} on"
                 f" mesh {mesh}"
             )
             fewer = ", with fewer microbatches" if num > 1 else ""
-            raise PlanError(what, remedy=f"use smaller axes, or plan for that mesh{fewer}")
+            raise PlanError(message, remedy=f"use smaller axes, or plan for that mesh{fewer}")
 
 
 def _storage_layouts(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
     """Return the storage layouts of parameters, where they are possible on the mesh."""
-    chosen, found = piece.plan.node_choices(), {}
+    chosen, storages = piece.plan.node_choices(), {}
     for p in piece.trace.parameters:
         strategy = chosen.get(storage_key(p.name), chosen.get(parameter_key(p.name)))
         layout = None if strategy is None else strategy.outputs[0]
@@ -404,8 +411,8 @@ def _storage_layouts(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
             and layout.fits(p.view, mesh.shape)
             and storable(p.shape, p.view, layout, mesh.shape)
         ):
-            found[p.name] = layout
-    return found
+            storages[p.name] = layout
+    return storages
 
 
 def _kept_variants(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:
@@ -415,19 +422,24 @@ def _kept_variants(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[
         ChangedPlanError: if a kept layout is not computed on this mesh.
     """
     layouts: dict[tuple[str, int], tuple[Layout, ...]] = {}
-    for kept in plan.kept:
-        layouts |= {(kept.node.format(*at), kept.result): kept.layouts for at in kept.instances}
+    for value_plan in plan.kept:
+        layouts |= {
+            (value_plan.node.format(*at), value_plan.result): value_plan.layouts
+            for at in value_plan.instances
+        }
     keys = placeholder_keys(trace)
     keys |= {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
-    found: dict[int, tuple[int, ...]] = {}
+    kept_versions: dict[int, tuple[int, ...]] = {}
     for v, refs in enumerate(priced.refs):
         value = priced.problem.values[priced.problem.variants[v].value]
         name, result = refs[0]
-        wanted = layouts.get((keys[name], result), ())
+        layouts_of_value = layouts.get((keys[name], result), ())
         try:
-            found |= {v: tuple(map(value.version, wanted))} if wanted else {}
+            kept_versions |= (
+                {v: tuple(map(value.version, layouts_of_value))} if layouts_of_value else {}
+            )
         except KeyError:
             raise ChangedPlanError(
                 f"the layout that the plan keeps of {keys[name]} is not computed here"
             ) from None
-    return found
+    return kept_versions

@@ -255,7 +255,7 @@ def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
 
 def _of_whole(plan: Plan) -> str:
     """Return whether a plan with stages has decisions that are not in the plans of its stages."""
-    beside = (
+    stage_decisions = (
         plan.entries,
         plan.kept,
         plan.communications,
@@ -263,4 +263,8 @@ def _of_whole(plan: Plan) -> str:
         plan.starts,
         plan.prediction.timeline,
     )
-    return "it has decisions outside its stages" if any(beside) or plan.overlap != Overlap() else ""
+    return (
+        "it has decisions outside its stages"
+        if any(stage_decisions) or plan.overlap != Overlap()
+        else ""
+    )

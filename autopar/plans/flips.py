@@ -44,17 +44,17 @@ class Flip:
     @property
     def change(self) -> str:
         """The hardware change in words: ``2.1 times the bandwidth of link inter``."""
-        what = (
+        resource = (
             "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
         )
         return (
             f"{f'{self.factor:.3g} times' if self.factor > 1 else f'1/{1 / self.factor:.3g} of'}"
-            f" {what}"
+            f" {resource}"
         )
 
     def __str__(self) -> str:
-        where = "" if self.stage is None else f"stage {self.stage}: "
-        return f"{where}{self.key} would change to {self.strategy} from {self.change} on"
+        prefix = "" if self.stage is None else f"stage {self.stage}: "
+        return f"{prefix}{self.key} would change to {self.strategy} from {self.change} on"
 
 
 class Flips(tuple[Flip, ...]):
@@ -67,9 +67,9 @@ class Flips(tuple[Flip, ...]):
     why: str
 
     def __new__(cls, found: Iterable[Flip] = (), why: str = "") -> Flips:
-        made = super().__new__(cls, found)
-        made.why = "" if made else why
-        return made
+        flips = super().__new__(cls, found)
+        flips.why = "" if flips else why
+        return flips
 
     def __str__(self) -> str:
         """Return one line per flip, or the reason if there is none."""

@@ -297,15 +297,13 @@ class Fingerprint:
             for name in (*planned, *(n for n in here if n not in planned))
             if planned.get(name) != here.get(name)
         ]
-        told = [
+        differences = [
             f"{name} is {planned.get(name, 'missing')} in the plan and "
             f"{here.get(name, 'missing')} in the batch"
             for name in names[:_SHOWN]
         ]
-        return (
-            "the plan is for another batch:"
-            f" {', '.join(told)}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        )
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f"the plan is for another batch: {', '.join(differences)}{more}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,9 +320,9 @@ class Plan:
         if isinstance(plan, str | Path):
             return Plan.load(plan)
         if not isinstance(plan, Plan):
-            what = f"{type(plan).__name__} is not a plan"
+            message = f"{type(plan).__name__} is not a plan"
             raise PlanError(
-                what,
+                message,
                 remedy="pass an autopar.Plan or its file; pm.plan is the plan of a compiled module",
             )
         return plan
@@ -358,8 +358,8 @@ class Plan:
         try:
             data = read_json(text, without=CONTROL)
         except ValueError as error:
-            what = f"plan is not JSON that autopar can read: {error}"
-            raise PlanError(what, where=where, remedy="save it again with Plan.save") from error
+            message = f"plan is not JSON that autopar can read: {error}"
+            raise PlanError(message, where=where, remedy="save it again with Plan.save") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlanError(
                 "the file is not an autopar plan",

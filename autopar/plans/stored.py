@@ -57,8 +57,8 @@ def from_data(data: Any, kind: type[T], path: str = "") -> T:
 def _first_message(error: Exception, start: str) -> str:
     """The first error with its path: ``proof.gap must be a number, not 'x'``."""
     message = cattrs.transform_error(error, format_exception=_format)[0]
-    what, _, path = message.partition(_SEPARATOR)
-    return f"{(start + path).lstrip('.') or 'it'} {what}"
+    fault, _, path = message.partition(_SEPARATOR)
+    return f"{(start + path).lstrip('.') or 'it'} {fault}"
 
 
 def _format(error: BaseException, kind: type | None) -> str:
@@ -153,26 +153,34 @@ def _read_mesh(data: Any, _: Any) -> Mesh:
 
 
 def _make_converter() -> cattrs.Converter:
-    made = cattrs.Converter()
-    made.register_structure_hook_factory(is_dataclass, _dataclass_hook)
-    made.register_structure_hook_factory(lambda kind: get_origin(kind) is tuple, _tuple_hook)
-    made.register_structure_hook_factory(lambda kind: get_origin(kind) is Literal, _literal_hook)
-    made.register_structure_hook_factory(lambda kind: get_origin(kind) is Mapping, _mapping_hook)
-    made.register_structure_hook(str, _TEXT)
-    made.register_structure_hook(bool, _strict("true or false", bool))
-    made.register_structure_hook(int, _strict("an integer", int))
-    made.register_structure_hook(float, _strict("a number", float, int))
-    made.register_structure_hook(Layout, _read_layout)
-    made.register_unstructure_hook(Layout, str)
-    made.register_structure_hook(Mesh, _read_mesh)
-    made.register_unstructure_hook(Mesh, Mesh.to_json)
+    converter = cattrs.Converter()
+    converter.register_structure_hook_factory(is_dataclass, _dataclass_hook)
+    converter.register_structure_hook_factory(lambda kind: get_origin(kind) is tuple, _tuple_hook)
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is Literal, _literal_hook
+    )
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is Mapping, _mapping_hook
+    )
+    converter.register_structure_hook(str, _TEXT)
+    converter.register_structure_hook(bool, _strict("true or false", bool))
+    converter.register_structure_hook(int, _strict("an integer", int))
+    converter.register_structure_hook(float, _strict("a number", float, int))
+    converter.register_structure_hook(Layout, _read_layout)
+    converter.register_unstructure_hook(Layout, str)
+    converter.register_structure_hook(Mesh, _read_mesh)
+    converter.register_unstructure_hook(Mesh, Mesh.to_json)
     # most have the default value, and earlier versions do not know these fields
     rare = override(omit_if_default=True)
-    made.register_unstructure_hook(Entry, make_dict_unstructure_fn(Entry, made, fallbacks=rare))
-    made.register_unstructure_hook(Kept, make_dict_unstructure_fn(Kept, made, is_copy=rare))
-    configure_union_passthrough(str | bool | int | float | None, made)
-    made.register_structure_hook_factory(_is_integer_or_word, _integer_or_word_hook)
-    return made
+    converter.register_unstructure_hook(
+        Entry, make_dict_unstructure_fn(Entry, converter, fallbacks=rare)
+    )
+    converter.register_unstructure_hook(
+        Kept, make_dict_unstructure_fn(Kept, converter, is_copy=rare)
+    )
+    configure_union_passthrough(str | bool | int | float | None, converter)
+    converter.register_structure_hook_factory(_is_integer_or_word, _integer_or_word_hook)
+    return converter
 
 
 _TEXT = _strict("a text", str)

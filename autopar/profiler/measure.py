@@ -150,17 +150,17 @@ def measured_links(points: Points, machine: Machine, world_size: int) -> Json:
         machine: the machine that was measured.
         world_size: the number of ranks.
     """
-    whole = {
+    points_by_kind = {
         kind: [p for p in points[kind] if p["num_devices"] == world_size] for kind in COLLECTIVES
     }
     steps = 2 * math.ceil(math.log2(world_size))
-    gather, exchange = whole["all_gather"][-1], whole["all_to_all"][-1]
+    gather, exchange = points_by_kind["all_gather"][-1], points_by_kind["all_to_all"][-1]
     bandwidth = (world_size - 1) / world_size * gather["bytes"] / gather["time_s"]
     efficiency = min(1.0, gather["time_s"] / exchange["time_s"])
     note = "; the processes share one machine, which stands for both links"
     link = {
         "latency_s": machine.figure(
-            whole["all_reduce"][0]["time_s"] / steps,
+            points_by_kind["all_reduce"][0]["time_s"] / steps,
             "s",
             f"smallest all_reduce over {steps} steps{note}",
         ),
@@ -327,12 +327,12 @@ def _measure_cpu(world_size: int, name: str, links: str | os.PathLike[str] | Non
 
 def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str] | None) -> Json:
     if world_size not in (None, 1):
-        what = (
+        message = (
             f"collectives between GPUs are not measured, so world_size={world_size} is not "
             "supported"
         )
         raise HardwareError(
-            what,
+            message,
             remedy=(
                 "omit world_size: one GPU is measured, and the links come from the profile named "
                 "by `links`"
@@ -353,13 +353,13 @@ def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str
     with tempfile.TemporaryDirectory() as folder:
         points = _run_workers("cuda", 1, Path(folder))
     machine = _gpu(links)
-    found = gpu_json(points, machine, name, base, base_name)
+    profile = gpu_json(points, machine, name, base, base_name)
     if "host" in base:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found["host"] = measured_host(
+        profile["host"] = measured_host(
             base["host"], points["host"][0], machine, memory_bytes, torch.cuda.device_count()
         )
-    return found
+    return profile
 
 
 def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name: str) -> Json:
@@ -383,10 +383,10 @@ def gpu_json(points: Points, machine: Machine, name: str, base: Json, base_name:
 
 def _gpu(links: str | os.PathLike[str] | None) -> Machine:
     """Describe the first GPU, and its host, which determines the time of small ops."""
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     host = f"{_cpu_name()}, {os.cpu_count()} cores"
     text = (
-        f"{found.name}, measured alone; {host}; torch {torch.__version__}, CUDA"
+        f"{properties.name}, measured alone; {host}; torch {torch.__version__}, CUDA"
         f" {torch.version.cuda}"
     )
     argument = "" if links is None else f", links={os.fspath(links)!r}"
@@ -396,7 +396,7 @@ def _gpu(links: str | os.PathLike[str] | None) -> Machine:
         text,
         command,
         date.today().isoformat(),
-        found.total_memory,
+        properties.total_memory,
         "torch.cuda.get_device_properties, total_memory",
     )
 
@@ -459,13 +459,13 @@ def _wait(workers: list[subprocess.Popen[str]], folder: Path) -> None:
         time.sleep(0.05)
     for rank, code in enumerate(codes):
         if code:
-            said = (
+            output = (
                 (folder / f"stderr{rank}")
                 .read_text(encoding="utf-8", errors="replace")
                 .strip()[-2000:]
             )
             raise HardwareError(
-                f"measuring process {rank} ended with code {code}:\n{said}",
+                f"measuring process {rank} ended with code {code}:\n{output}",
                 remedy="correct the reported error, and measure again",
             )
 

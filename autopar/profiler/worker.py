@@ -403,8 +403,8 @@ def measure_alone(
     """
     times: list[list[float]] = [[] for _ in measurements]
     for _ in range(DEVICE_ROUNDS):
-        for found, (_, _, make) in zip(times, measurements, strict=True):
-            found.append(_back_to_back_s(make(), device, window_s))
+        for window_times, (_, _, make) in zip(times, measurements, strict=True):
+            window_times.append(_back_to_back_s(make(), device, window_s))
             print("measured", flush=True)
     return [statistics.median(found) for found in times]
 

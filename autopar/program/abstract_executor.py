@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its ops on local tensors are dispatched to this mode
         result = func(*args, **(kwargs or {}))
-        made = (
+        tensors = (
             [result]
             if isinstance(result, Tensor)
             else [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -84,9 +84,9 @@ class LiveBytes(TorchDispatchMode):
         if host.is_used() and host.follows(
             [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ):
-            for leaf in made:
+            for leaf in tensors:
                 host.put_on_host(leaf)
-        for leaf in made if not self.paused else ():
+        for leaf in tensors if not self.paused else ():
             self._count_storage(leaf)
         return result
 
@@ -240,9 +240,9 @@ class Operands:
             return self._number(value.storage), value.view
         if isinstance(value, list):  # the value of a step that was started
             self.started.append(value)
-            for each in value:
-                if isinstance(each, AbstractValue):
-                    number = self._number(each.storage)
+            for item in value:
+                if isinstance(item, AbstractValue):
+                    number = self._number(item.storage)
                     self._in_lists[number] = self._in_lists.get(number, 0) + 1
             return "started", tuple(map(self._of_value, value))
         if isinstance(value, tuple):
@@ -299,7 +299,7 @@ class _Trial:
     def run(self, node: Any, env: Mapping[fx.Node, Any]) -> Effect:
         """Run the call and return its effect."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._real(env[n]))
-        given = [a for a in args if isinstance(a, list)] if self.call.started else []
+        owned_lists = [a for a in args if isinstance(a, list)] if self.call.started else []
         addresses = [base.untyped_storage()._cdata for base in self.flat if base is not None]
         self.known = {address: number for number, address in enumerate(addresses)}
         self.marks = {address: self.memory.mark(address) for address in addresses}
@@ -310,7 +310,7 @@ class _Trial:
         result = node.target(*args, **kwargs)
         rise = self.memory.peak_bytes - before
         places = self._place(result)
-        return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
+        return Effect(rise, tuple(self.made), places, bool(owned_lists) and not any(owned_lists))
 
     def _real(self, x: Any) -> Any:
         if isinstance(x, AbstractValue):
@@ -430,8 +430,8 @@ class _Run:
 
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
-        given = (node for _, node in self.order if node.op == "placeholder")
-        env.update(zip(given, _as_values(operands, self.memory), strict=True))
+        placeholders = (node for _, node in self.order if node.op == "placeholder")
+        env.update(zip(placeholders, _as_values(operands, self.memory), strict=True))
         last_use = _last_uses(self.order)
         known = _effects.setdefault(self.groups, {})
         with use_groups(self.groups):
@@ -557,10 +557,10 @@ def _as_values(operands: list[Any], memory: LiveBytes) -> list[Any]:
             values.append(x)
             continue
         storage = x.untyped_storage()
-        held = storages.setdefault(
+        plain_storage = storages.setdefault(
             storage._cdata, AbstractStorage(storage.nbytes(), memory, x, on_host=is_on_host(x))
         )
-        values.append(AbstractValue(held, view_of(x)))
+        values.append(AbstractValue(plain_storage, view_of(x)))
     operands.clear()
     return values
 
@@ -579,14 +579,14 @@ def _as_fake_tensors(values: list[Any]) -> list[Any]:
 
 def _last_uses(order: Sequence[Action]) -> dict[int, list[fx.Node]]:
     """Return, for each place in the order, the nodes whose values are not read after it."""
-    seen: set[fx.Node] = set()
-    found: dict[int, list[fx.Node]] = {}
+    read_later: set[fx.Node] = set()
+    dying: dict[int, list[fx.Node]] = {}
     for place in range(len(order) - 1, -1, -1):
         action, node = order[place]
         for operand in reads(action, node):
-            if operand not in seen:
-                seen.add(operand)
-                found.setdefault(place, []).append(operand)
+            if operand not in read_later:
+                read_later.add(operand)
+                dying.setdefault(place, []).append(operand)
         if action != "start" and not node.users and node.op == "call_function":
-            found.setdefault(place, []).append(node)
-    return found
+            dying.setdefault(place, []).append(node)
+    return dying

@@ -68,12 +68,12 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
-    found = _TangentDependence.of(graph, tangents, absent)
+    dependence = _TangentDependence.of(graph, tangents, absent)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _SUMS and node not in found.gone:
-            _keep_one_term(node, found.gone)
+        if node.op == "call_function" and node.target in _SUMS and node not in dependence.gone:
+            _keep_one_term(node, dependence.gone)
     end = next(iter(reversed(graph.nodes)))
-    end.args = (tuple(None if result in found.gone else result for result in end.args[0]),)
+    end.args = (tuple(None if result in dependence.gone else result for result in end.args[0]),)
     # fx never removes nodes that write into an operand, so unused nodes are removed here
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
@@ -102,10 +102,10 @@ class Unused:
         """Find the unused part if the loss does not depend on the outputs `absent`."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
-        found = _TangentDependence.of(
+        dependence = _TangentDependence.of(
             trace.graph, ends, [tangent for tangent, path in ends.items() if path in absent]
         )
-        names = {node.name for node in found.gone}
+        names = {node.name for node in dependence.gone}
         results = next(iter(reversed(trace.graph.nodes))).args[0]
         trained = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
         tangents = tuple(
@@ -118,7 +118,7 @@ class Unused:
             for here, before in zip(arrived, (frozenset[str](), *tangents), strict=False)
         )
         return Unused(
-            frozenset(name for name, node in trained.items() if node in found.gone),
+            frozenset(name for name, node in trained.items() if node in dependence.gone),
             tangents,
             gradients,
         )
@@ -127,10 +127,10 @@ class Unused:
 def tangent_names(program: StageProgram) -> list[tuple[str, str]]:
     """Return pairs of an output that has a tangent and the tangent's name in the trace, in the
     order of the backward graph's operands."""
-    given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][
-        program.num_saved :
-    ]
-    return list(zip((t.name for t in program.outputs if t.has_gradient), given, strict=False))
+    tangents = [
+        str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"
+    ][program.num_saved :]
+    return list(zip((t.name for t in program.outputs if t.has_gradient), tangents, strict=False))
 
 
 @dataclass(slots=True)
@@ -157,15 +157,15 @@ class _TangentDependence:
             graph: a backward graph, or the graph of a trace.
             tangents, absent: see `without`.
         """
-        found = _TangentDependence()
+        dependence = _TangentDependence()
         for node in graph.nodes:
             if node.op == "placeholder" and node.target in tangents:
-                found.following.add(node)
+                dependence.following.add(node)
                 if node.target in absent:
-                    found.gone.add(node)
+                    dependence.gone.add(node)
             elif node.op == "call_function":
-                found._follow(node)
-        return found
+                dependence._follow(node)
+        return dependence
 
     def _follow(self, node: fx.Node) -> None:
         reads = [operand for operand in node.all_input_nodes if operand in self.following]
@@ -188,12 +188,12 @@ def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
     """Replace a sum by a copy of one term if the other term depends only on absent tangents. Later
     nodes may write into the copy."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
-    left = [term for term in terms if term not in gone]
-    if (len(terms), len(left)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
+    needed = [term for term in terms if term not in gone]
+    if (len(terms), len(needed)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
         return
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(
-            _aten.clone.default, (left[0],), {"memory_format": torch.contiguous_format}
+            _aten.clone.default, (needed[0],), {"memory_format": torch.contiguous_format}
         )
     copy.meta.update(node.meta)
     node.replace_all_uses_with(copy)
@@ -234,11 +234,11 @@ class Executor:
         if self._backend == "inductor" and any(
             c.kind in HOST_KINDS for _, _, c in program.collectives
         ):
-            what = (
+            message = (
                 'the plan stores tensors in host memory, but backend "inductor" does not support'
                 " host copies"
             )
-            raise RuntimeStateError(what, remedy='use backend="eager", or plan without offload')
+            raise RuntimeStateError(message, remedy='use backend="eager", or plan without offload')
         self._graphs: dict[str, Boxed] = {}
         index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
         self._mutated = [index[name] for name in program.mutated]
@@ -279,9 +279,9 @@ class Executor:
             # Outputs are detached: a saved output must not refer to the autograd graph, which holds
             # the saved values.
             local = results[position].detach()
-            whole = border.is_loss or (self.outputs == "full" and not border.crosses)
+            is_gathered = border.is_loss or (self.outputs == "full" and not border.crosses)
             results[position] = (
-                gather(local, border.layout, self.groups, border.view) if whole else local
+                gather(local, border.layout, self.groups, border.view) if is_gathered else local
             )
             del local
         return results, saved
@@ -389,10 +389,10 @@ class Executor:
         program = self.program
         if absent:
             assert phase == "backward", "with absent tangents, sums are zeroed first"
-            given = [name for _, name in tangent_names(program)]
+            tangents = [name for _, name in tangent_names(program)]
             return LazyGraphModule(
                 program.backward,
-                without(program.backward.graph, given, [given[place] for place in absent]),
+                without(program.backward.graph, tangents, [tangents[place] for place in absent]),
             )
         if phase == "first":
             return _write_sums(program.backward)
@@ -472,23 +472,23 @@ def use_private_cache() -> None:
         RuntimeStateError: if the folder cannot be created.
     """
     named = os.environ.get(_INDUCTOR_CACHE)
-    wanted = Path(
+    path = Path(
         named
         or Path(tempfile.gettempdir()) / f"autopar-inductor-{getattr(os, 'getuid', os.getpid)()}"
     )
     try:
-        found = private_folder(
-            wanted,
+        folder = private_folder(
+            path,
             "code that Inductor compiles",
             f"choose a private folder: {_INDUCTOR_CACHE}=FOLDER",
         )
     except OSError as error:
-        what, remedy = (
+        message, remedy = (
             f"Inductor's cache cannot be written: {error}",
             f"choose another folder: {_INDUCTOR_CACHE}=FOLDER",
         )
-        raise RuntimeStateError(what, where=str(wanted), remedy=remedy) from error
-    os.environ[_INDUCTOR_CACHE] = str(found)
+        raise RuntimeStateError(message, where=str(path), remedy=remedy) from error
+    os.environ[_INDUCTOR_CACHE] = str(folder)
 
 
 def _compile_module(graph_module: fx.GraphModule) -> Boxed:
@@ -585,11 +585,11 @@ def parts_of(tangents: Mapping[str, Tensor], how: Microbatches) -> list[dict[str
         tangents: the tangents of the batch's outputs, by path.
         how: the microbatches.
     """
-    found: list[dict[str, Tensor]] = [{} for _ in range(how.num)]
-    for path, whole in tangents.items():
-        for mine, value in zip(found, how.tangents(path, whole), strict=True):
+    tangents_of_parts: list[dict[str, Tensor]] = [{} for _ in range(how.num)]
+    for path, tangent in tangents.items():
+        for mine, value in zip(tangents_of_parts, how.tangents(path, tangent), strict=True):
             mine[path] = value
-    return found
+    return tangents_of_parts
 
 
 def _bytes(tensor: ProgramTensor) -> int:

@@ -69,9 +69,9 @@ def run_kernel(
     if KERNELS[node.target] == "all_gather":
         equation, operand = settings
         factors = [a, b]
-        factors[operand] = whole = moved("all_gather", factors[operand], (over.dim, over.axis))
+        factors[operand] = gathered = moved("all_gather", factors[operand], (over.dim, over.axis))
         return list(
-            zip(whole, _products(str(equation), factors[0], factors[1], biases), strict=True)
+            zip(gathered, _products(str(equation), factors[0], factors[1], biases), strict=True)
         )
     _, equation = settings
     products = _products(str(equation), a, b, biases)
@@ -94,12 +94,12 @@ def _norm_parts(parts: ByRank, others: Sequence[ByRank | None], norm: RmsNorm) -
 
 def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
     """Return each rank's product. Ranks with identical factors and bias share it."""
-    found: dict[tuple[int, ...], Any] = {}
-    each = list(zip(a, b, biases, strict=True))
-    for operands in each:
-        if tuple(map(id, operands)) not in found:
-            found[tuple(map(id, operands))] = ops.dot(equation, *operands)
-    return [found[tuple(map(id, operands))] for operands in each]
+    products: dict[tuple[int, ...], Any] = {}
+    calls = list(zip(a, b, biases, strict=True))
+    for operands in calls:
+        if tuple(map(id, operands)) not in products:
+            products[tuple(map(id, operands))] = ops.dot(equation, *operands)
+    return [products[tuple(map(id, operands))] for operands in calls]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,8 +120,10 @@ def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> Non
     shapes = [tuple(part.shape) for part in parts]
     expected = [shapes[0]] * len(shapes)
     if length is not None:
-        own = [part_range(length, [len(parts)], [index])[1] for index in range(len(parts))]
-        expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in own]
+        lengths_of_ranks = [
+            part_range(length, [len(parts)], [index])[1] for index in range(len(parts))
+        ]
+        expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in lengths_of_ranks]
     if shapes != expected:
         raise VerificationError(f"ranks have different shapes: {shapes}")
 
@@ -165,8 +167,8 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
 def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
     """Return each shard with the neighboring elements of its halo."""
     lengths = [part.shape[halo.dim] for part in parts]
-    whole = torch.cat(parts, dim=halo.dim)
-    windows = (window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
+    joined = torch.cat(parts, dim=halo.dim)
+    windows = (window(joined, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
     return [part.contiguous() for part in windows]
 
 
@@ -351,12 +353,12 @@ class Ranks:
             ranks = []
             for rank in group:
                 places = fake_groups(self.mesh, self.mesh.coordinate(rank))
-                given = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
-                ranks.append((*given, dispatched.starts_of(split, axis, places)))
-            for rank, made in zip(
+                arguments = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
+                ranks.append((*arguments, dispatched.starts_of(split, axis, places)))
+            for rank, rank_result in zip(
                 group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True
             ):
-                result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
+                result[rank] = tree_map(lambda x: promote(x, self.dtype), rank_result)
         return result
 
     def _run_step(
@@ -396,11 +398,11 @@ class Ranks:
         result: list[Any] = [None for _ in self.ranks]
         for group in self.mesh.groups(axis):
             parts = [locals[rank] for rank in group]
-            alike = (
+            same_layout = (
                 [part.narrow(dim, 0, 0) for part in parts] if around else parts
             )  # with halos, parts may differ along the dim
             check_parts(
-                alike,
+                same_layout,
                 dim if kind in JOINING else -1,
                 node.kwargs.get("length"),
             )
@@ -484,10 +486,10 @@ def join_results(
             it.
     """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    found = {}
+    tensors = {}
     for index, (border, locals) in enumerate(zip(borders, results, strict=True)):
         try:
-            found[border.name] = join(
+            tensors[border.name] = join(
                 locals, border.layout, mesh, border.shape, _tolerance(locals[0], tolerance)
             )
         except (AutoparError, RuntimeError) as error:
@@ -496,7 +498,7 @@ def join_results(
                 f"{border.name!r} cannot be gathered from {node_name(node)}: {error}",
                 where=where_of(node),
             ) from error
-    return found
+    return tensors
 
 
 def _tolerance(x: Tensor, tolerance: float | None) -> float:

@@ -137,9 +137,9 @@ def run_lockstep(
         for part, answers in zip(parts, tangents, strict=True):
             crossing: dict[str, Locals] = {}
             for stage in stages:
-                own, crossing, changed = stage.forward(part, crossing, state)
+                own_outputs, crossing, changed = stage.forward(part, crossing, state)
                 new_buffers |= changed
-                for path, value in own.items():
+                for path, value in own_outputs.items():
                     outputs.setdefault(path, []).append(value)
             if random.STATE in new_buffers:
                 state[random.STATE] = new_buffers[random.STATE]
@@ -147,11 +147,11 @@ def run_lockstep(
             for stage in reversed(stages) if trained else ():
                 returning = stage.backward(returning, how.weight * tangent, answers)
         gradients = _join_gradients(stages) if trained else {}
-    whole = {
+    full_outputs = {
         path: how.join(path, values) for path, values in outputs.items() if path in how.outputs
     }
     records: tuple[Record, ...] = tuple(record for stage in stages for record in stage.run.records)
-    return Lockstep(whole, gradients, new_buffers, records)
+    return Lockstep(full_outputs, gradients, new_buffers, records)
 
 
 def _join_gradients(stages: Sequence[_StageRun]) -> dict[str, Tensor]:
@@ -171,13 +171,13 @@ def _tangents_of_parts(
     """Return the tangents of each microbatch, by output path. The tangent of the loss is left out,
     since it is the weight of the microbatch."""
     ends = [t for t in program.outputs if t.has_gradient and not t.is_loss]
-    whole = {
+    full_tangents = {
         t.name: tangent_of(
             t.name, t.shape, promoted_dtype(t.dtype, dtype), is_loss=False, scale=scale
         ).to(device)
         for t in ends
     }
-    return parts_of(whole, program.microbatches)
+    return parts_of(full_tangents, program.microbatches)
 
 
 class _StageRun:
@@ -239,8 +239,10 @@ class _StageRun:
         num = len(p.outputs)
         self.saved = results[len(results) - p.num_saved :]
         leaving = {t.name: r for t, r in zip(p.outputs, results, strict=False) if t.crosses}
-        own = [t for t in p.outputs if not t.crosses]
-        outputs = join_results(p.forward, results[: len(own)], own, p.mesh, self.tolerance)
+        own_outputs = [t for t in p.outputs if not t.crosses]
+        outputs = join_results(
+            p.forward, results[: len(own_outputs)], own_outputs, p.mesh, self.tolerance
+        )
         changed = join_results(
             p.forward, results[num : num + len(mutated)], mutated, p.mesh, self.tolerance, num
         )
@@ -284,8 +286,10 @@ class _StageRun:
         by `autopar.capture.trace.gradient_name`."""
         p = self.program
         trained = [t for t in p.parameters if t.has_gradient]
-        found = join_results(p.end or p.backward, self.gradients, trained, p.mesh, self.tolerance)
-        return found | join_results(
+        full_gradients = join_results(
+            p.end or p.backward, self.gradients, trained, p.mesh, self.tolerance
+        )
+        return full_gradients | join_results(
             p.backward,
             self.input_gradients,
             p.input_gradients,

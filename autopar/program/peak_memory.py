@@ -93,23 +93,23 @@ def _run(
                 plain = torch.empty(
                     _shape(tensor, program, place), dtype=tensor.dtype, device="meta"
                 )
-                made = fake_like(plain, torch.device("cpu"), mode)
-            memory.register((made,))
-            return made
+                fake = fake_like(plain, torch.device("cpu"), mode)
+            memory.register((fake,))
+            return fake
 
         parameters = [empty(t) for t in program.parameters]
         buffers = [empty(t) for t in program.buffers]
-        given = [batch == "global" and not t.crosses for t in program.inputs]
+        passed_whole = [batch == "global" and not t.crosses for t in program.inputs]
         inputs = [
             torch.empty(t.shape, dtype=t.dtype) if whole else empty(t)
-            for t, whole in zip(program.inputs, given, strict=True)
+            for t, whole in zip(program.inputs, passed_whole, strict=True)
         ]
-        resting = parameters  # stored parameters stay alive next to the gathered ones
-        parameters, sums = executor.begin(resting), executor.new_sums()
+        stored = parameters  # stored parameters stay alive next to the gathered ones
+        parameters, sums = executor.begin(stored), executor.new_sums()
         resident = memory.live_bytes
         memory.reset_peak()
         results, saved = executor.forward(parameters, buffers, inputs, keep=train)
-        kept = memory.live_bytes - resident
+        saved_bytes = memory.live_bytes - resident
         gradients = []
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
             # autograd or the schedule holds tangents until backward ends, and so does this variable
@@ -117,8 +117,8 @@ def _run(
             gradients = executor.backward(saved, list(tangents), sums)
             del tangents
         final = memory.live_bytes - resident
-        del gradients, sums, resting, results
-    return PeakMemory(memory.peak_bytes, resident, kept, final)
+        del gradients, sums, stored, results
+    return PeakMemory(memory.peak_bytes, resident, saved_bytes, final)
 
 
 class NodePeak(NamedTuple):
@@ -144,11 +144,11 @@ def all_peaks(
     program: StageProgram, *, batch: Batch = "global", outputs: Outputs = "full"
 ) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
     """Return the results of `trace_peak` and `node_peaks` from one run."""
-    found: list[NodePeak] = []
-    whole = _run(
-        program, LiveBytes(), batch, outputs, seen=lambda *each: found.append(NodePeak(*each))
+    peaks: list[NodePeak] = []
+    step_peak = _run(
+        program, LiveBytes(), batch, outputs, seen=lambda *each: peaks.append(NodePeak(*each))
     )
-    return whole, tuple(found)
+    return step_peak, tuple(peaks)
 
 
 def _shape(

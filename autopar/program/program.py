@@ -120,9 +120,9 @@ class StageProgram:
     def input_gradients(self) -> tuple[ProgramTensor, ...]:
         """The gradients of the batch's inputs as backward returns them: full tensors on every
         rank."""
-        whole = Layout.replicated(len(self.mesh.axes))
+        replicated = Layout.replicated(len(self.mesh.axes))
         returned = (t for t in self.inputs if t.has_gradient and not t.crosses)
-        return tuple(replace(t, name=gradient_name(t.name), layout=whole) for t in returned)
+        return tuple(replace(t, name=gradient_name(t.name), layout=replicated) for t in returned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ class Microbatches:
         """
         parts = self.split(inputs)
         for count in self.counts:
-            given = count.of(parts, buffers)
-            parts = [{**part, **given} for part in parts]
+            counts = count.of(parts, buffers)
+            parts = [{**part, **counts} for part in parts]
         return parts
 
     def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -222,14 +222,14 @@ class Microbatches:
         raises the same errors as `parts`."""
         parts: list[dict[str, torch.Tensor]] = [dict(inputs) for _ in range(self.num)]
         for path, dim in self.inputs.items():
-            whole = inputs[path]
-            if whole.shape[dim] % self.num:
-                what = (
-                    f"input {path!r} has {whole.shape[dim]} samples, which is not a multiple of"
-                    f" {self.num} microbatches"
+            full_value = inputs[path]
+            if full_value.shape[dim] % self.num:
+                message = (
+                    f"input {path!r} has {full_value.shape[dim]} samples, which is not a multiple "
+                    f"of {self.num} microbatches"
                 )
-                raise RuntimeStateError(what, remedy="pass batches of the planned size")
-            for part, value in zip(parts, whole.chunk(self.num, dim), strict=True):
+                raise RuntimeStateError(message, remedy="pass batches of the planned size")
+            for part, value in zip(parts, full_value.chunk(self.num, dim), strict=True):
                 part[path] = value
         return parts
 

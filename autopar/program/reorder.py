@@ -56,23 +56,23 @@ def reads(action: str, node: fx.Node) -> list[fx.Node]:
 
 def without_idle_starts(order: Iterable[Action]) -> list[Action]:
     """Replace each start that is directly followed by its finish by the undivided step."""
-    found: list[Action] = []
+    actions: list[Action] = []
     for action, node in order:
-        if action == "finish" and found[-1] == ("start", node):
-            found[-1] = ("run", node)
+        if action == "finish" and actions[-1] == ("start", node):
+            actions[-1] = ("run", node)
         else:
-            found.append((action, node))
-    return found
+            actions.append((action, node))
+    return actions
 
 
 def rebuilt(order: Iterable[Action]) -> fx.Graph:
     """Return a graph with the nodes, starts and finishes in the given order."""
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}
     for action, node in order:
         if action == "run":
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
         target, settings = call_of_action(action, node)
         about = {k: v for k, v in node.meta.items() if k != "holds"}
@@ -80,15 +80,15 @@ def rebuilt(order: Iterable[Action]) -> fx.Graph:
             starts[node] = graph.create_node(
                 "call_function",
                 target,
-                (made[reads(action, node)[0]], *settings),
+                (copies[reads(action, node)[0]], *settings),
                 dict(node.kwargs),
             )
             starts[node].meta.update(about)
         else:
-            made[node] = graph.create_node(
+            copies[node] = graph.create_node(
                 "call_function", target, (starts[node], *settings), dict(node.kwargs), node.name
             )
-            made[node].meta.update(
+            copies[node].meta.update(
                 {k: v for k, v in node.meta.items() if k not in ("collective", "time_s")}
             )
     return graph

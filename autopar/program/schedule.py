@@ -103,11 +103,11 @@ def interleaved_schedule(
         )
         for n in range(num_chunks)
     ]
-    made: Any = pipelining.ScheduleInterleaved1F1B(stages, num_microbatches)
+    torch_schedule: Any = pipelining.ScheduleInterleaved1F1B(stages, num_microbatches)
     return tuple(
         tuple(
             Action(_KINDS[a.computation_type.value], a.stage_index, a.microbatch_index)
-            for a in made.pipeline_order_with_comms[rank]
+            for a in torch_schedule.pipeline_order_with_comms[rank]
             if a.computation_type.value in _KINDS  # actions of torch's sharding are not used
         )
         for rank in range(num_ranks)
@@ -129,10 +129,10 @@ def num_in_flight(
         )
     most = [0] * num_stages
     for actions in orders(schedule, num_stages, num_microbatches, num_chunks):
-        held: Counter[int] = Counter()
+        live: Counter[int] = Counter()
         for kind, stage, _ in actions:
-            held[stage] += 1 if kind == "forward" else -1
-            most[stage] = max(most[stage], held[stage])
+            live[stage] += 1 if kind == "forward" else -1
+            most[stage] = max(most[stage], live[stage])
     return tuple(most)
 
 

@@ -72,12 +72,12 @@ def trace_stage_peak(
     memory = LiveBytes()
     with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
-        parts, given = batch_of(program, num)
+        parts, shared_inputs = batch_of(program, num)
         with memory:
             memory.register(x for part in parts for x in part.values())
             batch_bytes = memory.live_bytes  # microbatches are views of the user's batch
-            memory.register((*tensors, *given.values()))
-            parts = [{**part, **given} for part in parts]
+            memory.register((*tensors, *shared_inputs.values()))
+            parts = [{**part, **shared_inputs} for part in parts]
             parameters, buffers = (
                 tensors[: len(program.parameters)],
                 tensors[len(program.parameters) :],
@@ -106,12 +106,12 @@ def trace_stage_peak(
 def batch_of(program: StageProgram, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the inputs of each of `num` microbatches, by path, and the inputs that all of them
     share, by path."""
-    own = [t for t in program.inputs if not t.crosses]
+    batch_inputs = [t for t in program.inputs if not t.crosses]
     parts = [
-        {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if not t.given}
+        {t.name: torch.empty(t.shape, dtype=t.dtype) for t in batch_inputs if not t.given}
         for _ in range(num)
     ]
-    return parts, {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if t.given}
+    return parts, {t.name: torch.empty(t.shape, dtype=t.dtype) for t in batch_inputs if t.given}
 
 
 def stage_work(
@@ -312,8 +312,8 @@ def chunk_memory(program: StageProgram, outputs: Outputs) -> ChunkMemory:
     memory = LiveBytes()
     with new_fake_mode(), as_written():
         work, tensors = stage_work(program, outputs, memory)
-        parts, given = batch_of(program, 2)
-        parts = [{**part, **given} for part in parts]
+        parts, shared_inputs = batch_of(program, 2)
+        parts = [{**part, **shared_inputs} for part in parts]
         with memory:
             memory.register((*tensors, *(x for part in parts for x in part.values())))
             measuring = _Measured(work, memory)
@@ -325,7 +325,7 @@ def chunk_memory(program: StageProgram, outputs: Outputs) -> ChunkMemory:
     resting_bytes = {
         name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)
     }
-    resting_bytes |= {path: x.untyped_storage().nbytes() for path, x in given.items()}
+    resting_bytes |= {path: x.untyped_storage().nbytes() for path, x in shared_inputs.items()}
     return ChunkMemory(resting_bytes, program.mutated, **measured)
 
 
@@ -438,10 +438,10 @@ class _Replay:
         return self._peak
 
     def _act(self, chunk: ChunkMemory, kind: str, stage: int, microbatch: int) -> None:
-        what, _, phase = kind.rpartition(" ")
-        if what == "receive":
+        work, _, phase = kind.rpartition(" ")
+        if work == "receive":
             self._add(chunk.received if phase == "forward" else chunk.received_back)
-        elif what == "send":
+        elif work == "send":
             self._release_sent(stage, phase)
             self._sent[stage, phase] = microbatch
         elif phase == "forward":

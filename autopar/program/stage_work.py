@@ -215,9 +215,9 @@ class StageWork:
             return self._empty(output).zero_()
         if output.is_loss:
             return torch.full(output.shape, self._weight, dtype=output.dtype, device=self.device)
-        whole = self._answers[number][output.name]
+        tangent = self._answers[number][output.name]
         return local_part(
-            whole, output.layout, self.program.mesh.shape, output.view, self._coordinate
+            tangent, output.layout, self.program.mesh.shape, output.view, self._coordinate
         ).contiguous()
 
     def _empty(self, tensor: ProgramTensor) -> Tensor:
@@ -247,18 +247,18 @@ def outputs_kept(
 def _copy_shared_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients in separate memory. A gradient that shares memory with another one, or
     with an operand of the graph, is copied."""
-    seen: set[int] = set()
+    known: set[int] = set()
     result: list[Tensor | None] = []
     for gradient in gradients:
         if gradient is None:  # the parameter does not affect the loss
             result.append(gradient)
             continue
         key = gradient.untyped_storage()._cdata
-        own = (
-            key not in seen
+        is_separate = (
+            key not in known
             and gradient.is_contiguous()
             and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
         )
-        seen.add(key)
-        result.append(gradient if own else gradient.clone())
+        known.add(key)
+        result.append(gradient if is_separate else gradient.clone())
     return result

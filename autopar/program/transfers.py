@@ -28,8 +28,8 @@ def peer(kind: str, stage: int) -> int:
             `autopar.program.schedule.Action`.
         stage: the stage that sends or receives.
     """
-    what, _, phase = kind.partition(" ")
-    return stage + 1 if (what == "send") == (phase == "forward") else stage - 1
+    direction, _, phase = kind.partition(" ")
+    return stage + 1 if (direction == "send") == (phase == "forward") else stage - 1
 
 
 class Transfers:
@@ -65,8 +65,8 @@ class Transfers:
             kind, tensors, stage: see `start`.
         """
         moves = self.moves(kind, tensors, stage)
-        found: Started = dist.batch_isend_irecv(moves) if moves else []
-        return found
+        transfers: Started = dist.batch_isend_irecv(moves) if moves else []
+        return transfers
 
     def moves(self, kind: str, tensors: Sequence[Tensor], stage: int) -> list[dist.P2POp]:
         """Return the transfers of a stage without starting them.
@@ -217,15 +217,15 @@ class _Chunk:
 
     def act(self, kind: str, microbatch: int) -> Iterator[Started]:
         """Run one action (`autopar.program.schedule.Action`). Yield the transfers to wait for."""
-        what, _, phase = kind.rpartition(" ")
-        if what == "receive":
+        work, _, phase = kind.rpartition(" ")
+        if work == "receive":
             tensors = (
                 self.work.arriving_inputs(microbatch)
                 if phase == "forward"
                 else self.work.arriving_gradients(microbatch)
             )
             self._arriving[phase, microbatch] = self._transfers.start(kind, tensors, self._number)
-        elif what == "send":
+        elif work == "send":
             yield from self._finish_sending(phase)
             tensors = (
                 self.work.leaving_outputs(microbatch)

@@ -75,15 +75,17 @@ def _step(plan: Plan) -> str:
     parts = step_parts(plan)
     colours = {name: colour for (name, _), colour in zip(parts.items(), _STEP_COLOURS, strict=True)}
     there = {name: time_s for name, time_s in parts.items() if time_s > _ROUNDING * parts.total_s}
-    told = {
+    names_of_parts = {
         name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
         for name, time_s in there.items()
     }
     of = "" if parts.rank is None else f" of {plan.as_pipeline.rank_word} {parts.rank}, the busiest"
-    bar = _bar({name: time_s / parts.total_s for name, time_s in there.items()}, colours, told)
+    bar = _bar(
+        {name: time_s / parts.total_s for name, time_s in there.items()}, colours, names_of_parts
+    )
     return (
         f'<div class="head">Step{of}, simulated as emitted: '
-        f"{seconds(parts.total_s)}</div>{_row('', bar)}{_keys(told, colours)}"
+        f"{seconds(parts.total_s)}</div>{_row('', bar)}{_keys(names_of_parts, colours)}"
     )
 
 
@@ -93,20 +95,22 @@ def _memory(plan: Plan) -> str:
     """
     rows = list(_peaks(plan))
     scale = max(max(peak, budget) for _, peak, _, budget in rows)
-    told = dict.fromkeys(kind for _, peak, kinds, _ in rows for kind in peak_kinds(kinds, peak))
+    kinds_shown = dict.fromkeys(
+        kind for _, peak, kinds, _ in rows for kind in peak_kinds(kinds, peak)
+    )
     bars = []
     for of, peak, kinds, budget in rows:
         sizes = peak_kinds(kinds, peak)
-        said = {kind: f"{kind} {size(num_bytes)}" for kind, num_bytes in sizes.items()}
+        texts = {kind: f"{kind} {size(num_bytes)}" for kind, num_bytes in sizes.items()}
         bar = _bar(
             {kind: num_bytes / scale for kind, num_bytes in sizes.items()},
             MEMORY_COLOURS,
-            said,
+            texts,
             budget / scale,
         )
         bars.append(_row(of, bar, f"{size(peak)} of {size(budget)}" if budget else size(peak)))
     alone = peak_kinds(rows[0][2], rows[0][1]) if len(rows) == 1 else {}
-    keys = {kind: f"{kind} {size(alone[kind])}" if kind in alone else kind for kind in told}
+    keys = {kind: f"{kind} {size(alone[kind])}" if kind in alone else kind for kind in kinds_shown}
     return (
         '<div class="head">Peak memory per device, and the '
         f"budget</div>{''.join(bars)}{_keys(keys, MEMORY_COLOURS)}"
@@ -118,23 +122,23 @@ def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
     budget.
     """
     pipeline = plan.as_pipeline
-    held = [
+    rank_rows = [
         (*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)
     ]
     first = 0
-    for rank in range(1, len(held) + 1):
-        if rank == len(held) or held[rank] != held[first]:
+    for rank in range(1, len(rank_rows) + 1):
+        if rank == len(rank_rows) or rank_rows[rank] != rank_rows[first]:
             several = f"{pipeline.rank_word}s {first} to {rank - 1}"
-            which = several if rank > first + 1 else f"{pipeline.rank_word} {first}"
-            yield which if pipeline.axis else "", *held[first]
+            ranks_text = several if rank > first + 1 else f"{pipeline.rank_word} {first}"
+            yield ranks_text if pipeline.axis else "", *rank_rows[first]
             first = rank
 
 
 def _tables(explained: Explanation) -> Iterator[str]:
     """Return one table per stage, with equal consecutive stages merged; the first is open."""
     for number, section in enumerate(explained.sections):
-        stage, which = section.explanation, f"{section.name}; " if section.name else ""
-        title = f"Modules, {which}per device and {stage.of}"
+        stage, prefix = section.explanation, f"{section.name}; " if section.name else ""
+        title = f"Modules, {prefix}per device and {stage.of}"
         yield _fold_parts(title, stage.plan.mesh, stage.parts, is_open=not number)
 
 
@@ -168,12 +172,12 @@ def _cells(part: ModulePart, mesh: Mesh) -> Iterator[str]:
         yield f"<td>{_chip(kind) if kind else ''}</td>"
     weights = [w for w in part.weights if w.name != "bias"] or part.weights
     named = (f"{escape(w.name)} " if len(weights) > 1 else "" for w in weights)
-    resting = [
+    stored = [
         name + _layouts((w.storage, *w.compute), mesh, "weight")
         for name, w in zip(named, weights, strict=True)
     ]
     gathered = "".join(_chip(kind) for kind in dict.fromkeys(filter(None, part.sharded)))
-    yield f'<td class="as">{"<br>".join(resting)} {gathered}</td>'
+    yield f'<td class="as">{"<br>".join(stored)} {gathered}</td>'
     passing = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
     yield f"<td>{_layouts(passing, mesh, 'activation') if passing else ''}</td>"
     numbers = (

@@ -119,7 +119,7 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     parts = shown(breakdown(plan))
     figure: Any = canvas(11.5, layouts_height(plan), inside)
     num_axes = len(plan.mesh.axes)
-    computing, resting, times = figure.subplots(
+    computing, storage_axes, times = figure.subplots(
         1, 3, sharey=True, width_ratios=(1.05 * num_axes, 0.95 * num_axes, 3.6)
     )
     heads = [f"{axis.name}\n{axis.size}" for axis in plan.mesh.axes]
@@ -131,7 +131,7 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
         "computes by",
     )
     _grid(
-        resting,
+        storage_axes,
         [_describe_rest(p, num_axes) for p in parts],
         [_codes(p, num_axes) for p in parts],
         heads,
@@ -142,9 +142,10 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     for tick, part in zip(computing.get_yticklabels(), parts, strict=True):
         tick.set_color(INK if len(part.instances) > 1 else "#5a5a5a")
     _times(times, parts, "microbatch" if stage else "step")
-    seen = {w for p in parts for w in (*p.parallelism, *_describe_rest(p, num_axes)) if w}
+    used_words = {w for p in parts for w in (*p.parallelism, *_describe_rest(p, num_axes)) if w}
     _legend(
-        figure, [kind for kind in COLOURS if kind in seen or kind in ("compute", "communication")]
+        figure,
+        [kind for kind in COLOURS if kind in used_words or kind in ("compute", "communication")],
     )
     name = stage or plan.fingerprint.model_name or "model"
     of = "a microbatch" if stage else "step"
@@ -324,7 +325,7 @@ def peak_bar(axes: Axes, kinds: Mapping[str, int], peak_bytes: int, row: int = 0
         peak_bytes: the peak in bytes.
         row: vertical position.
     """
-    left = 0.0
+    start = 0.0
     for kind, num_bytes in peak_kinds(kinds, peak_bytes).items():
-        axes.barh(row, num_bytes / GIB, 0.66, left=left, color=MEMORY_COLOURS[kind])
-        left += num_bytes / GIB
+        axes.barh(row, num_bytes / GIB, 0.66, left=start, color=MEMORY_COLOURS[kind])
+        start += num_bytes / GIB

@@ -68,8 +68,8 @@ def picture(plan: Plan) -> Any:
     heights = [each.height for each in figures]
     figure = canvas(11.5, sum(heights))
     places = figure.subfigures(len(heights), 1, height_ratios=heights)
-    for each, inside in zip(figures, places, strict=True):
-        each.draw(inside=inside)
+    for inner_figure, inside in zip(figures, places, strict=True):
+        inner_figure.draw(inside=inside)
     return figure
 
 

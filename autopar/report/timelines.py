@@ -52,7 +52,7 @@ def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
         grid = rows[0][0].get_gridspec()
         for axes in rows[0]:
             axes.remove()
-        whole = figure.add_subplot(grid[0, :])
+        step_axes = figure.add_subplot(grid[0, :])
         for axes, phase in zip(rows[1], phases, strict=True):
             _zoom(
                 axes,
@@ -60,8 +60,8 @@ def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
                 f"{layer}, {phase}",
             )
     else:
-        whole = rows[0][0]
-    _whole(whole, bars)
+        step_axes = rows[0][0]
+    _whole(step_axes, bars)
     figure_of_it: Figure = figure
     return figure_of_it
 
@@ -226,11 +226,11 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     width = 1.18 * max(*peaks, max(budgets) if near else 0.0)
     for number, (peak, kinds) in enumerate(ranks):
         peak_bar(axes, kinds, peak, number)
-        said = (
+        text = (
             f"{size(peak)}, {' and '.join(map(str, pipeline.num_in_flight[number :: len(ranks)]))}"
             " in flight"
         )
-        axes.text(peaks[number] + 0.006 * width, number, said, va="center", fontsize=8, color=INK)
+        axes.text(peaks[number] + 0.006 * width, number, text, va="center", fontsize=8, color=INK)
     if near:
         colour, rows = COLOURS["communication"], range(len(ranks))
         axes.vlines(

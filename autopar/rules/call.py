@@ -132,14 +132,14 @@ def call_on(
     Returns:
         The call, and its operands in order.
     """
-    found: list[torch.Tensor] = []
-    new_args = tuple(_collect(a, lambda v: isinstance(v, torch.Tensor), found) for a in args)
+    tensors: list[torch.Tensor] = []
+    new_args = tuple(_collect(a, lambda v: isinstance(v, torch.Tensor), tensors) for a in args)
     new_kwargs = {
-        k: _collect(v, lambda v: isinstance(v, torch.Tensor), found) for k, v in kwargs.items()
+        k: _collect(v, lambda v: isinstance(v, torch.Tensor), tensors) for k, v in kwargs.items()
     }
     return Call(
-        target, new_args, MappingProxyType(new_kwargs), tuple(map(_info, found)), _infos(result)
-    ), found
+        target, new_args, MappingProxyType(new_kwargs), tuple(map(_info, tensors)), _infos(result)
+    ), tensors
 
 
 def _is_tensor_node(value: Any) -> bool:
@@ -149,10 +149,10 @@ def _is_tensor_node(value: Any) -> bool:
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the operand nodes of `node`, in the order of `Call.inputs`; the operand of a getitem
     is the node with several results."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
     for value in (*node.args, *node.kwargs.values()):
-        _collect(value, _is_tensor_node, found)
-    return tuple(found)
+        _collect(value, _is_tensor_node, operands)
+    return tuple(operands)
 
 
 def op_name(target: Any) -> str:
@@ -181,20 +181,20 @@ def call_of(node: fx.Node) -> Call:
         node: a call in a graph that no longer changes; ``meta["val"]`` of the node and its operands
             must be set.
     """
-    found = _calls.get(node)
-    if found is None:
-        found = _calls[node] = _describe(node)
-    return found
+    call = _calls.get(node)
+    if call is None:
+        call = _calls[node] = _describe(node)
+    return call
 
 
 def _describe(node: fx.Node) -> Call:
     assert node.op == "call_function" and callable(node.target), (
         f"node {node.name} is a {node.op}, not a call"
     )
-    found: list[fx.Node] = []
-    args = tuple(_collect(a, _is_tensor_node, found) for a in node.args)
-    kwargs = {k: _collect(v, _is_tensor_node, found) for k, v in node.kwargs.items()}
-    inputs = [n.meta["val"] for n in found]
+    operands: list[fx.Node] = []
+    args = tuple(_collect(a, _is_tensor_node, operands) for a in node.args)
+    kwargs = {k: _collect(v, _is_tensor_node, operands) for k, v in node.kwargs.items()}
+    inputs = [n.meta["val"] for n in operands]
     if node.target is operator.getitem:
         inputs = [inputs[0][args[1]]]
     return Call(

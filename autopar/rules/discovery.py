@@ -282,10 +282,10 @@ def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
             ]
         except Exception:  # an unknown op may raise any error for parts that it does not accept
             continue
-        given = [PARTIAL] if PARTIAL in inputs else None
+        partial_inputs = [PARTIAL] if PARTIAL in inputs else None
         if all(len(r) == len(expected) for r in ranks):
             joins = [
-                _joins(list(r), whole, given, tolerance_of(small))
+                _joins(list(r), whole, partial_inputs, tolerance_of(small))
                 for whole, *r in zip(expected, *ranks, strict=True)
             ]
             yield from (AxisOption(inputs, outputs) for outputs in itertools.product(*joins))
@@ -313,7 +313,7 @@ def _splits(small: Call) -> list[tuple[Placement, ...]]:
 def _likely_splits(small: Call) -> list[tuple[Placement, ...]]:
     """Return the combinations that shard one dim, counted from the front or from the back, in all
     operands in which it has a given size."""
-    found: dict[tuple[Placement, ...], None] = {}
+    splits: dict[tuple[Placement, ...], None] = {}
     shapes = [info.shape for info in small.inputs]
     for d, size in {
         (d, s)
@@ -323,13 +323,13 @@ def _likely_splits(small: Call) -> list[tuple[Placement, ...]]:
         if s > 1
     }:
         has = [-len(shape) <= d < len(shape) and shape[d] == size for shape in shapes]
-        found[
+        splits[
             tuple(
                 Shard(d % len(shape)) if ok else REPLICATE
                 for ok, shape in zip(has, shapes, strict=True)
             )
         ] = None
-    return sorted(found, key=str)
+    return sorted(splits, key=str)
 
 
 def _product(dims: Sequence[Sequence[Shard]]) -> Iterator[tuple[Placement, ...]]:
@@ -406,17 +406,22 @@ def _check_proposals(
         trials: small calls with operands.
         varied: per result, whether its elements differ; a constant result must be sharded.
     """
-    kept: dict[tuple[Placement, ...], AxisOption] = {
+    confirmed: dict[tuple[Placement, ...], AxisOption] = {
         replicated_option(call).inputs: replicated_option(call)
     }
     for option in proposals:
-        is_new = option.inputs not in kept and len(kept) < _MOST_OPTIONS
+        is_new = option.inputs not in confirmed and len(confirmed) < _MOST_OPTIONS
         is_determined = all(
             varies or isinstance(p, Shard) for varies, p in zip(varied, option.outputs, strict=True)
         )
-        if is_new and is_determined and _holds(option, trials) and _agrees(option, kept, trials[0]):
-            kept[option.inputs] = option
-    return tuple(kept.values())[1:]
+        if (
+            is_new
+            and is_determined
+            and _holds(option, trials)
+            and _agrees(option, confirmed, trials[0])
+        ):
+            confirmed[option.inputs] = option
+    return tuple(confirmed.values())[1:]
 
 
 def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:

@@ -194,5 +194,5 @@ def own_moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tupl
         strategy: its strategy.
         mesh_shape: number of devices on each axis of the mesh.
     """
-    found = OWN.get(call.target)
-    return found(call, strategy, mesh_shape) if found else ()
+    collectives_of = OWN.get(call.target)
+    return collectives_of(call, strategy, mesh_shape) if collectives_of else ()

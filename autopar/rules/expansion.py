@@ -48,7 +48,7 @@ def expand(
         [o for o in every if _fits([o], infos, (size,))] if size > 1 else every[:1]
         for size in mesh_shape
     ]
-    found: dict[Strategy, None] = {}
+    products: dict[Strategy, None] = {}
     for combination in itertools.product(*per_axis):
         if not _fits(combination, infos, mesh_shape):
             continue
@@ -57,8 +57,8 @@ def expand(
             layouts = tuple(_layout(p, order) for p in placements)
             strategy = Strategy(layouts[: len(call.inputs)], layouts[len(call.inputs) :])
             if cuts_alike(call, strategy, mesh_shape):
-                found[strategy] = None
-    return tuple(found)
+                products[strategy] = None
+    return tuple(products)
 
 
 def _fits(

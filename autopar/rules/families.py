@@ -57,8 +57,8 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
 def dot(call: Call) -> Factors:
     """Return the factors of `autopar.ops.dot`, which are its equation. If a contracted dim is
     split, a bias is replicated, and only one part adds it (`localization`)."""
-    left, _, right = call.args[0].replace(" ", "").partition("->")
-    factors = tuple(map(tuple, left.split(",")))
+    input_terms, _, right = call.args[0].replace(" ", "").partition("->")
+    factors = tuple(map(tuple, input_terms.split(",")))
     if len(call.inputs) == 2:
         return Factors(factors, (tuple(right),), linear=((0,), (1,)))
     return Factors(
@@ -82,10 +82,10 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
         rank = len(call.inputs[0].shape)
         reduced = dims_of(argument(call, "dim"), rank)
         term = _letters(rank)
-        kept = len(call.outputs[0].shape) == rank
+        same_rank = len(call.outputs[0].shape) == rank
         result = (
             _whole(term, reduced)
-            if kept
+            if same_rank
             else tuple(x for d, x in enumerate(term) if d not in reduced)
         )
         source = _whole(term, reduced) if whole else term
@@ -111,8 +111,8 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
     def rule(call: Call) -> Factors:
         """Return one letter per dim, except the one that the op works along."""
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
-        given = argument(call, "dim", argument(call, "dims", dim))
-        term = _whole(_letters(rank), dims_of(given, rank))
+        given_dims = argument(call, "dim", argument(call, "dims", dim))
+        term = _whole(_letters(rank), dims_of(given_dims, rank))
         inputs = tuple(
             term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs
         )
@@ -139,17 +139,17 @@ def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int,
         return []
     ins = [d for d, size in enumerate(source) if size > 1]
     outs = [d for d, size in enumerate(target) if size > 1]
-    found, i, j = [], 0, 0
+    groups, i, j = [], 0, 0
     while i < len(ins) and j < len(outs):
-        found.append((ins[i], outs[j]))
-        left, right = source[ins[i]], target[outs[j]]
+        groups.append((ins[i], outs[j]))
+        in_size, right = source[ins[i]], target[outs[j]]
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * source[ins[i]], i + 1
+        while in_size != right:
+            if in_size < right:
+                in_size, i = in_size * source[ins[i]], i + 1
             else:
                 right, j = right * target[outs[j]], j + 1
-    return found
+    return groups
 
 
 def permutation(call: Call) -> Factors:
@@ -271,11 +271,11 @@ def index_put(call: Call) -> Factors:
     dim, rank, spans = 0, 0, []
     for value in argument(call, "indices"):
         info = call.inputs[value.index] if isinstance(value, Operand) else None
-        taken = 1 if info is None or info.dtype.is_signed else len(info.shape)
+        num_indexed = 1 if info is None or info.dtype.is_signed else len(info.shape)
         if info is not None:
-            spans.append((dim, dim + taken))
+            spans.append((dim, dim + num_indexed))
             rank = max(rank, len(info.shape) if info.dtype.is_signed else 1)
-        dim += taken
+        dim += num_indexed
     adjacent = all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
     first, last = spans[0][0] if adjacent else 0, spans[-1][1]
     source = tuple(

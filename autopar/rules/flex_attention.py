@@ -56,7 +56,7 @@ def _terms(call: Call) -> dict[int, Term]:
     """Return a term per captured tensor."""
     operands, read = _read_functions(call)
     sizes = dict(zip(_SPLIT, call.inputs[0].shape, strict=False))
-    found: dict[int, Term] = {}
+    terms: dict[int, Term] = {}
     for number, index in operands.items():
         shape = call.inputs[index].shape
         names = read.indexed.get(number, (None,) * len(shape))
@@ -64,8 +64,8 @@ def _terms(call: Call) -> dict[int, Term]:
             name if name in sizes and sizes[name] == size else WHOLE
             for name, size in zip(names, shape, strict=True)
         ]
-        found[number] = tuple(x if letters.count(x) == 1 else WHOLE for x in letters)
-    return found
+        terms[number] = tuple(x if letters.count(x) == 1 else WHOLE for x in letters)
+    return terms
 
 
 def _query_heads(

@@ -100,16 +100,16 @@ def unfold_backward(call: Call) -> Factors:
 def diagonal(call: Call) -> Factors:
     """Return the factors of diagonal: its two dims and the resulting dim are not split."""
     rank = len(call.inputs[0].shape)
-    taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
-    term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
+    diagonal_dims = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
+    term = tuple(WHOLE if d in diagonal_dims else f"d{d}" for d in range(rank))
     return Factors((term,), ((*(x for x in term if x != WHOLE), WHOLE),), linear=((0,),))
 
 
 def diagonal_backward(call: Call) -> Factors:
     """Return the factors of diagonal_backward, as `diagonal`."""
     rank = len(call.outputs[0].shape)
-    taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
-    term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
+    diagonal_dims = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
+    term = tuple(WHOLE if d in diagonal_dims else f"d{d}" for d in range(rank))
     return Factors(((*(x for x in term if x != WHOLE), WHOLE),), (term,), linear=((0,),))
 
 

@@ -44,7 +44,7 @@ def check_strategies(call: Call, inputs: Sequence[torch.Tensor], mesh_shape: Seq
     Raises:
         RuleError: a strategy does not reproduce the results of the full op.
     """
-    found = strategies(call, mesh_shape)
-    for strategy in found:
+    checked = strategies(call, mesh_shape)
+    for strategy in checked:
         check_strategy(call, inputs, strategy, mesh_shape)
-    return len(found)
+    return len(checked)

@@ -135,9 +135,11 @@ def _dot(site: Site) -> Local:
         return same(site)
     factors, _, result = site.call.args[0].partition("->")
     layout, shape = site.strategy.inputs[0], site.call.inputs[0].shape
-    left = factors.partition(",")[0].strip()
+    left_operand = factors.partition(",")[0].strip()
     inner = [
-        dim for dim, letter in enumerate(left) if letter not in result and layout.splitters(dim)
+        dim
+        for dim, letter in enumerate(left_operand)
+        if letter not in result and layout.splitters(dim)
     ]
     return (
         site.change(starts=tuple(site.start(layout, shape[dim], dim) for dim in inner))

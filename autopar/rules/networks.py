@@ -116,8 +116,10 @@ def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
 
     def split(number: int, info: TensorInfo) -> Placement:
         """Return the placement that splits dim 1 of operand `number` if it has query heads."""
-        own = number not in (key, key + 1) and len(info.shape) > 2 and info.shape[1] == heads
-        return Shard(1) if own else REPLICATE
+        has_query_heads = (
+            number not in (key, key + 1) and len(info.shape) > 2 and info.shape[1] == heads
+        )
+        return Shard(1) if has_query_heads else REPLICATE
 
     inputs = tuple(split(i, info) for i, info in enumerate(call.inputs))
     outputs = (Shard(1), PARTIAL, PARTIAL) if key == 2 else (Shard(1), Shard(1))
@@ -205,10 +207,10 @@ def reduced_loss(name: str, *args: Any, **kwargs: Any) -> Tensor:
     """
     reduction = args[_REDUCTION] if len(args) > _REDUCTION else kwargs.get("reduction", MEAN)
     further = {key: value for key, value in kwargs.items() if key != "reduction"}
-    each: Tensor = getattr(aten, name).default(
+    loss: Tensor = getattr(aten, name).default(
         *args[:_REDUCTION], NONE, *args[_REDUCTION + 1 :], **further
     )
-    return each.mean() if reduction == MEAN else each.sum()
+    return loss.mean() if reduction == MEAN else loss.sum()
 
 
 def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:

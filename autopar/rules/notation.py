@@ -73,13 +73,15 @@ class Factors:
 @lru_cache(maxsize=1024)
 def terms_of(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """Return the terms of the operands and of the results of a rule."""
-    left, arrow, right = text.partition("->")
+    inputs_text, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(
             f"rule {text!r} has no arrow",
             remedy='write operands -> results, as in "m k, k n -> m n"',
         )
-    inputs = tuple(tuple(term.split()) for term in left.split(",")) if left.strip() else ()
+    inputs = (
+        tuple(tuple(term.split()) for term in inputs_text.split(",")) if inputs_text.strip() else ()
+    )
     return inputs, tuple(tuple(term.split()) for term in right.split(","))
 
 

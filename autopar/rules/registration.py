@@ -89,10 +89,10 @@ def register(
     _check_target(target, reduce_op)
     row = Row(rule, _linear_sets(target, rule, linear), reduce_op)
     registered = RegisteredRule(row, flops, _kind_of(target, flops, kind))
-    given = [_example(target, e) for e in examples]
+    checked_examples = [_example(target, e) for e in examples]
     calls = (
-        [c for call, tensors in given for c in _with_other_values(call, tensors)]
-        if given
+        [c for call, tensors in checked_examples for c in _with_other_values(call, tensors)]
+        if checked_examples
         else list(_generate_trials(target, row))
     )
     _check(target, row, calls)
@@ -208,10 +208,10 @@ def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Tria
     accepts them."""
     yield call, tensors
     for recipe in RECIPES:
-        made = tensors_for(call.inputs, recipe)
+        new_tensors = tensors_for(call.inputs, recipe)
         other = [
             m.to(t.device) if t.dtype.is_floating_point else t
-            for m, t in zip(made, tensors, strict=True)
+            for m, t in zip(new_tensors, tensors, strict=True)
         ]
         if _is_accepted(call, other):
             yield call, other
@@ -239,7 +239,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
         if not takes_tensor(str(a.type)) and not a.has_default_value()
     ]
     problem = f"parameters without defaults that are not tensors: {', '.join(others)}"
-    found = False
+    has_trial = False
     arguments = _operands(target, len(terms))
     for dtype in (torch.float64, torch.float32) if arguments is not None else ():
         for sizes in _SIZES:
@@ -255,9 +255,9 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
                     target, tuple(tensors), {}, results if len(results) > 1 else results[0]
                 )
                 if _is_accepted(call, tensors):
-                    found = True
+                    has_trial = True
                     yield call, tensors
-        if found:
+        if has_trial:
             return
     raise RuleError(
         f"the op does not accept tensors with the shapes of the rule: {problem}",
@@ -304,9 +304,11 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
                     try:
                         check_strategy(call, tensors, strategy, mesh_shape)
                     except RuleError as error:
-                        what = f"rule {row.text!r} is wrong on a mesh of {mesh_shape}: {error.what}"
+                        message = (
+                            f"rule {row.text!r} is wrong on a mesh of {mesh_shape}: {error.what}"
+                        )
                         raise RuleError(
-                            what,
+                            message,
                             where=op_name(target),
                             remedy="correct the rule; use _ for a dim that must not be sharded",
                         ) from error
@@ -333,7 +335,7 @@ def _check_flops(rule: RegisteredRule, calls: Sequence[Call]) -> None:
     """
     distinct = {tuple(info.shape for info in call.inputs): call for call in calls}
     for shapes, call in distinct.items():
-        whole = rule.count_flops(call.target, shapes)
+        full_flops = rule.count_flops(call.target, shapes)
         for mesh_shape in _MESHES:
             for strategy in expand(call, options(rule(call), call), mesh_shape):
                 local = [
@@ -341,9 +343,9 @@ def _check_flops(rule: RegisteredRule, calls: Sequence[Call]) -> None:
                     for shape, layout in zip(shapes, strategy.inputs, strict=True)
                 ]
                 parts = math.prod(mesh_shape) * rule.count_flops(call.target, local)
-                if parts < whole:
+                if parts < full_flops:
                     raise RuleError(
-                        f"the flops function returns {whole} for operands of shapes"
+                        f"the flops function returns {full_flops} for operands of shapes"
                         f" {list(shapes)}, but only {parts} for all parts of strategy {strategy}"
                         f" on a mesh of {mesh_shape}",
                         where=op_name(call.target),

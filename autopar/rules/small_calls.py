@@ -103,11 +103,11 @@ _SMALL, LARGEST = 2**13, 2**16  # most elements of all operands together
 def trials_of(call: Call) -> list[Trial]:
     """Return small calls that the op accepts, with operands; empty if there is none. The sizes of
     the first call are the most distinct."""
-    own = num_elements(call.inputs)
+    num_values = num_elements(call.inputs)
     for scaled in scalings(call):
-        if found := _trials(scaled, call):
-            return found + (_trials(call, call) if own <= _SMALL else [])
-    return _trials(call, call) if own <= LARGEST else []
+        if trials := _trials(scaled, call):
+            return trials + (_trials(call, call) if num_values <= _SMALL else [])
+    return _trials(call, call) if num_values <= LARGEST else []
 
 
 def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
@@ -117,8 +117,8 @@ def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
         # sizes are among the arguments: smaller operands would not give smaller results
         return []
     for scaled in (*scalings(call), *scalings(call, _FEW)):
-        if found := _trials(scaled, call, recipes):
-            return found
+        if trials := _trials(scaled, call, recipes):
+            return trials
     small = num_elements((*call.inputs, *call.outputs)) <= _SMALL
     return _trials(call, call, recipes) if small else []
 
@@ -166,17 +166,17 @@ def _resize_value(value: Any, to: Mapping[int, int]) -> Any:
 def _trials(small: Call, call: Call, recipes: Sequence[str] = RECIPES) -> list[Trial]:
     """Return the small call with values of every recipe that the op accepts; in double precision if
     possible."""
-    found = []
+    trials = []
     bound = index_bound(small, call)
     for infos in dict.fromkeys((in_double(small.inputs), small.inputs)):
         for recipe in recipes:
             tensors = tensors_for(infos, recipe, bound)
-            made = made_on(replace(small, inputs=infos), tensors)
-            if made is not None and _same_structure(made, call):
-                found.append((made, tensors))
-        if found:
+            trial_call = made_on(replace(small, inputs=infos), tensors)
+            if trial_call is not None and _same_structure(trial_call, call):
+                trials.append((trial_call, tensors))
+        if trials:
             break
-    return found
+    return trials
 
 
 def index_bound(small: Call, call: Call) -> int:

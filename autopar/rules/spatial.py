@@ -77,10 +77,10 @@ def _windows(
     x: Sequence[int],
     out: Sequence[int],
 ) -> Windows:
-    found = zip(extents, strides, paddings, x, out, strict=True)
+    dims = zip(extents, strides, paddings, x, out, strict=True)
     return tuple(
         Window(e, s, p) if size == s * results and results > 1 else None
-        for e, s, p, size, results in found
+        for e, s, p, size, results in dims
     )
 
 
@@ -97,12 +97,13 @@ def convolution_windows(call: Call) -> Windows:
     if argument(
         call, "transposed"
     ):  # if windows neither overlap nor leave gaps, each result reads one element
-        apart = [
+        separable = [
             e == s and p == 0 and size * s == n
             for e, s, p, size, n in zip(extents, stride, padding, x, out, strict=True)
         ]
         return tuple(
-            Window(1, 1, 0) if ok and size > 1 else None for ok, size in zip(apart, x, strict=True)
+            Window(1, 1, 0) if ok and size > 1 else None
+            for ok, size in zip(separable, x, strict=True)
         )
     return _windows(extents, stride, padding, x, out)
 
@@ -126,12 +127,12 @@ def pooling_windows(call: Call, num: int) -> Windows:
         return _windows(extents, stride, padding, x, out)
     # With ceil_mode, the last window may extend beyond the padding. This does not affect a maximum,
     # but the divisor of an average is smaller.
-    found = zip(_windows(extents, stride, padding, x, out), x, strict=True)
+    windows = zip(_windows(extents, stride, padding, x, out), x, strict=True)
     ends = lambda w, size: (  # noqa: E731
         w.extent >= w.padding + w.stride
         and not (averages and (size + 2 * w.padding - w.extent) % w.stride)
     )  # noqa: E731, RUF100
-    return tuple(w if w is not None and ends(w, size) else None for w, size in found)
+    return tuple(w if w is not None and ends(w, size) else None for w, size in windows)
 
 
 def _place_halo(dim: int, before: int, after: int, lowest: bool = False) -> Shard:
@@ -166,12 +167,14 @@ def over_space(
             results.
     """
     rank, num = len(call.inputs[0].shape), len(windows)
-    found = []
+    options = []
     for i, window in enumerate(windows):
         if window is not None:
             placements = tuple(place(window.edges, rank - num + i))
-            found.append(AxisOption(placements[: len(call.inputs)], placements[len(call.inputs) :]))
-    return tuple(found)
+            options.append(
+                AxisOption(placements[: len(call.inputs)], placements[len(call.inputs) :])
+            )
+    return tuple(options)
 
 
 def _channels(call: Call) -> tuple[str, str, str, str]:
@@ -347,14 +350,14 @@ def _local_padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, 
 
 def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[Edges | None, ...]:
     """Return the edges of a part per spatial dim; None for a dim that is not split."""
-    found: list[Edges | None] = []
+    edges: list[Edges | None] = []
     for dim, window in enumerate(windows, rank - len(windows)):
         if not operand.splitters(dim):
-            found.append(None)
+            edges.append(None)
             continue
         assert window is not None, "a split dim has a window"
         around, of_grad = operand.halo(dim), grad.halo(dim)
-        found.append(
+        edges.append(
             Edges(
                 of_grad.before if of_grad else 0,
                 of_grad.after if of_grad else 0,
@@ -363,7 +366,7 @@ def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[
                 window.padding,
             )
         )
-    return tuple(found)
+    return tuple(edges)
 
 
 def local_convolution(site: Site) -> Local:
@@ -407,16 +410,16 @@ def _starts(site: Site, operand: int, num: int) -> tuple[Start | int, ...]:
     """Return, per spatial dim, the index of the first element of a rank's part including its
     halo."""
     shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
-    found: list[Start | int] = []
+    starts: list[Start | int] = []
     for dim in range(len(shape) - num, len(shape)):
         halo = layout.halo(dim)
         start = site.start(layout, shape[dim], dim)
-        found.append(
+        starts.append(
             Start(start.dim_size, start.layout, dim, halo.before)
             if halo and isinstance(start, Start)
             else start
         )
-    return tuple(found)
+    return tuple(starts)
 
 
 def _max_pool(num: int) -> Callable[[Site], Local]:

@@ -88,21 +88,21 @@ def check_strategy(
             }
     except Exception as error:  # a custom op may raise any error
         raise _law_error(call, strategy, f"a rank cannot run the op: {error}") from error
-    for number, whole in enumerate(expected):
+    for number, full_result in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
         joined = join(
             {rank: results[rank][number] for rank in ranks},
-            whole,
+            full_result,
             strategy.outputs[number],
             mesh_shape,
             tolerance,
         )
-        if isinstance(joined, str) or not close(joined, whole, tolerance):
+        if isinstance(joined, str) or not close(joined, full_result, tolerance):
             raise _law_error(
                 call,
                 strategy,
-                joined if isinstance(joined, str) else _difference(number, joined, whole),
+                joined if isinstance(joined, str) else _difference(number, joined, full_result),
             )
 
 
@@ -154,14 +154,14 @@ def run_together(
     results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
     for first in (rank for rank in operands if not rank[axis]):
         group = [(*first[:axis], place, *first[axis + 1 :]) for place in range(mesh_shape[axis])]
-        found = local.target(
+        outputs = local.target(
             [
                 tuple(_fill_arguments(a, operands[rank], mesh_shape, rank) for a in args)
                 for rank in group
             ],
             Together(),
         )
-        results.update(zip(group, map(_results, found), strict=True))
+        results.update(zip(group, map(_results, outputs), strict=True))
     return results
 
 
@@ -239,14 +239,14 @@ def _indices(
 ) -> tuple[torch.Tensor, ...]:
     """Return the indices, per dim, of the elements of the full tensor in a rank's part without
     halo."""
-    found = []
+    indices = []
     for dim, size in enumerate(shape):
         start, length = local_range(size, layout, dim, mesh_shape, rank)
-        own = torch.arange(start, start + length)
+        positions = torch.arange(start, start + length)
         if layout.is_mirrored(dim):
-            own[length // 2 :] += second_start(size, length, start) - start - length // 2
-        found.append(own)
-    return torch.meshgrid(*found, indexing="ij") if found else ()
+            positions[length // 2 :] += second_start(size, length, start) - start - length // 2
+        indices.append(positions)
+    return torch.meshgrid(*indices, indexing="ij") if indices else ()
 
 
 def _addends(
@@ -301,13 +301,13 @@ def join(
         parts = merged
     result = torch.zeros_like(whole)
     for rank, part in parts.items():
-        own = _indices(whole.shape, layout, mesh_shape, rank)
-        if result[own].shape != part.shape or part.dtype != whole.dtype:
+        part_indices = _indices(whole.shape, layout, mesh_shape, rank)
+        if result[part_indices].shape != part.shape or part.dtype != whole.dtype:
             return (
                 f"a rank has {part.dtype} {tuple(part.shape)}, expected {whole.dtype}"
-                f" {tuple(result[own].shape)}"
+                f" {tuple(result[part_indices].shape)}"
             )
-        result[own] = part
+        result[part_indices] = part
     return result
 
 
@@ -334,8 +334,10 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
     """Return a message about the largest difference."""
-    apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
-    at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    differences = (
+        (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
+    )
+    at = tuple(int(i) for i in torch.unravel_index(differences.argmax(), differences.shape))
     return (
         f"result {number} differs from that of the full op: {joined[at].item():.6g} at {list(at)},"
         f" expected {whole[at].item():.6g}"

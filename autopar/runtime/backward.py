@@ -31,7 +31,7 @@ def refuse_transforms() -> None:
         RuntimeStateError: if a transform is active.
     """
     if torch._C._are_functorch_transforms_active():
-        what = (
+        message = (
             "called under a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...): a compiled"
             " program cannot be transformed"
         )
@@ -40,7 +40,7 @@ def refuse_transforms() -> None:
             " functional_call; compute other derivatives and per-sample gradients with the plain"
             " model"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
 
 def refuse_tracing(args: object) -> None:
@@ -56,7 +56,7 @@ def refuse_tracing(args: object) -> None:
     is_fx = not isinstance(args, tuple)
     if is_fx or torch.jit.is_tracing() or torch.compiler.is_exporting():
         tracer = "torch.fx" if is_fx else "torch.jit" if torch.jit.is_tracing() else "torch.export"
-        what = (
+        message = (
             f"a compiled module cannot be traced by {tracer}: it is already a program of several"
             " processes"
         )
@@ -64,7 +64,7 @@ def refuse_tracing(args: object) -> None:
             "trace the plain model instead: autopar.save_weights(pm, folder) writes the trained"
             " weights for it"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
 
 def which_are_plain(given: Iterable[Tensor]) -> tuple[bool, ...]:
@@ -86,9 +86,10 @@ def as_given(
 
 def ran_twice() -> RuntimeStateError:
     """Return the error for a second backward through one call."""
-    what = "backward ran a second time for one call, whose saved tensors are already freed"
+    message = "backward ran a second time for one call, whose saved tensors are already freed"
     return RuntimeStateError(
-        what, remedy="call the module again before each backward; each call supports one backward"
+        message,
+        remedy="call the module again before each backward; each call supports one backward",
     )
 
 
@@ -107,7 +108,7 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         """Raise RuntimeStateError under `create_graph`, which enables gradients during backward;
         otherwise run backward."""
         if torch.is_grad_enabled():
-            what = (
+            message = (
                 "backward with create_graph=True: a program computes first derivatives only, and"
                 " these gradients would have no graph"
             )
@@ -115,7 +116,7 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "leave create_graph out; if the loss uses gradients of gradients (a gradient"
                 " penalty), train the plain model"
             )
-            raise RuntimeStateError(what, remedy=remedy)
+            raise RuntimeStateError(message, remedy=remedy)
         return once(ctx, *tangents)
 
     return refuse_create_graph
@@ -236,13 +237,13 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         )
     norms: list[Tensor] = []
     for is_complex, at in dict.fromkeys((local.is_complex(), local.device) for local in locals):
-        alike = [
+        same_kind = [
             local for local in locals if (local.is_complex(), local.device) == (is_complex, at)
         ]
-        found = torch._foreach_norm(
-            alike, norm_type, dtype=dtype.to_complex() if is_complex else dtype
+        device_norms = torch._foreach_norm(
+            same_kind, norm_type, dtype=dtype.to_complex() if is_complex else dtype
         )
-        norms += [norm.to(device) for norm in found]
+        norms += [norm.to(device) for norm in device_norms]
     return _reduce_over_axes(
         torch.stack(norms or [_zero(gradients, dtype)]).pow(norm_type).sum(), "sum", groups
     ).pow(1.0 / norm_type)

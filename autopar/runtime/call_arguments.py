@@ -191,9 +191,9 @@ class Arguments:
         """Describe the arguments in words. The text is equal on all ranks that make the same call:
         a shard that matches the program is described with the shape of the full tensor."""
         canonical = self._form.by_name(args, kwargs)
-        given = (args, kwargs) if canonical is None else self._form.with_defaults(canonical)
+        arguments = (args, kwargs) if canonical is None else self._form.with_defaults(canonical)
         leaves, parts = (
-            flatten_with_paths(given)[0],
+            flatten_with_paths(arguments)[0],
             {} if self._is_whole else self._parts(args, kwargs),
         )
         return ", ".join(f"{path} = {_describe_value(x, parts.get(id(x)))}" for path, x in leaves)
@@ -205,10 +205,12 @@ class Arguments:
             leaves = self._leaves(args, kwargs)
         except (CallError, Misfit):  # the call itself reports them
             return {}
-        given = ((leaves[position], tensor, shape) for position, tensor, shape in self._inputs)
+        inputs_given = (
+            (leaves[position], tensor, shape) for position, tensor, shape in self._inputs
+        )
         return {
             id(x): tensor.shape
-            for x, tensor, shape in given
+            for x, tensor, shape in inputs_given
             if isinstance(x, Tensor) and tuple(x.shape) == shape
         }
 
@@ -237,9 +239,11 @@ class Arguments:
         parts = {
             id(self._leaves(args, kwargs)[position]): tensor for position, tensor, _ in self._inputs
         }
-        whole = [_of_shape(parts[id(x)].shape, x) if id(x) in parts else x for x in leaves]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(whole, spec)
-        return found
+        full_leaves = [_of_shape(parts[id(x)].shape, x) if id(x) in parts else x for x in leaves]
+        full_arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
+            full_leaves, spec
+        )
+        return full_arguments
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         leaves = self._leaves(args, kwargs)
@@ -252,12 +256,12 @@ class Arguments:
     def _check_gradients(self, tensors: Sequence[Tensor]) -> None:
         for (_, tensor, _), value in zip(self._inputs, tensors, strict=True):
             if forward_ad.unpack_dual(value).tangent is not None:
-                what = (
+                message = (
                     f"argument {tensor.name!r} has a forward-mode tangent: programs support"
                     " backward differentiation only"
                 )
                 raise RuntimeStateError(
-                    what, remedy="differentiate by backward, or call the plain model"
+                    message, remedy="differentiate by backward, or call the plain model"
                 )
             if value.requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
                 raise UnsupportedGradient(
@@ -271,20 +275,22 @@ class Arguments:
 
     def _check_settings(self, leaves: Sequence[Any]) -> None:
         for position, made_for in self._settings.items():
-            given = leaves[position]
-            if isinstance(made_for, Tensor) or same_constant(given, made_for):
+            argument = leaves[position]
+            if isinstance(made_for, Tensor) or same_constant(argument, made_for):
                 continue  # tensors are compared by `_check_known`, after the check of their shapes
-            what = f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
-            if isinstance(given, Tensor) or is_constant(given):
+            message = (
+                f"argument {self._form.paths[position]!r} is {_shown(argument)}, but the program"
+            )
+            if isinstance(argument, Tensor) or is_constant(argument):
                 remedy = (
                     "pass the value the program was compiled for, or compile the model again"
                     " for this call"
                 )
-                raise Misfit(f"{what} was compiled for {_shown(made_for)}", remedy=remedy)
+                raise Misfit(f"{message} was compiled for {_shown(made_for)}", remedy=remedy)
             # an object whose equality is unknown cannot select another program
-            how = "another object" if type(given) is type(made_for) else _shown(made_for)
+            how = "another object" if type(argument) is type(made_for) else _shown(made_for)
             raise RuntimeStateError(
-                f"{what} was compiled for {how}",
+                f"{message} was compiled for {how}",
                 remedy=(
                     "pass the same object in every call; numbers, strings and enum members are"
                     " compared by value"
@@ -296,12 +302,13 @@ class Arguments:
         device, as the plain model does."""
         for position, made_for in self._settings.items():
             if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
-                what = (
+                message = (
                     f"argument {self._form.paths[position]!r} has other values than the program"
                     " was compiled for, and forward reads them"
                 )
                 raise Misfit(
-                    what, remedy=("pass the same values, or compile the model again for this call")
+                    message,
+                    remedy=("pass the same values, or compile the model again for this call"),
                 )
 
     def _check_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -316,11 +323,11 @@ class Arguments:
             _check_kind(tensor.name, value)
             if tuple(value.shape) != shape or value.dtype != tensor.dtype:
                 part = "" if self._is_whole else f", this rank's shard of {tensor.shape}"
-                what = (
+                message = (
                     f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, but the"
                     f" program expects {tensor.dtype} {shape}{part}"
                 )
-                raise Misfit(what, remedy=self._remedy)
+                raise Misfit(message, remedy=self._remedy)
             if value.device.type != self._device_type:
                 raise RuntimeStateError(
                     f"argument {tensor.name!r} is on {value.device}, but the mesh is on"
@@ -337,8 +344,8 @@ class Arguments:
     def _on_own_gpu(self, value: Tensor, name: str) -> Tensor:
         """Return the tensor on the current GPU of this process. The batch may have been moved to
         ``"cuda"`` before the process selected its GPU."""
-        own = torch.device("cuda", torch.cuda.current_device())
-        if value.device == own:
+        current_device = torch.device("cuda", torch.cuda.current_device())
+        if value.device == current_device:
             return value
         if not self._told_of_gpu:
             self._told_of_gpu = True
@@ -352,10 +359,10 @@ class Arguments:
                 " torch.cuda.set_device(%s) before anything else",
                 name,
                 value.device,
-                own,
+                current_device,
                 of_place,
             )
-        return value.to(own)
+        return value.to(current_device)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         leaves = self._form.leaves(args, kwargs)
@@ -363,9 +370,10 @@ class Arguments:
             return leaves
         if self._form.signature is not None:
             check_call(self._form.signature, args, kwargs)
-        got = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
+        passed_names = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         raise Misfit(
-            f"called with arguments {got}, but the program expects {list(self._form.paths)}",
+            f"called with arguments {passed_names}, but the program expects "
+            f"{list(self._form.paths)}",
             remedy=self._remedy,
         )
 
@@ -380,26 +388,26 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
     forward: Any = model.forward
     is_bare = not hasattr(forward, "__wrapped__") and not model._forward_pre_hooks_with_kwargs
     parameters = inspect.signature(forward).parameters.values()
-    found = {
+    defaults = {
         p.name: p.default
         for p in parameters
         if p.default is None or (is_bare and p.default is not p.empty)
     }
     return {
         name: x
-        for name, x in found.items()
+        for name, x in defaults.items()
         if all(is_constant(leaf) for leaf in pytree.tree_leaves(x))
     }
 
 
 def _check_kind(name: str, value: Tensor) -> None:
     if isinstance(value, DTensor):
-        what = f"argument {name!r} is a DTensor, but the program expects plain tensors"
+        message = f"argument {name!r} is a DTensor, but the program expects plain tensors"
         remedy = (
             "pass x.full_tensor(), called on every rank, or compile the module that returns it with"
             " outputs='full'"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
     kind = unusual_kind(value)
     if kind is not None:
         raise RuntimeStateError(
@@ -410,8 +418,8 @@ def _check_kind(name: str, value: Tensor) -> None:
 
 def _is_same(given: Any, default: Any) -> bool:
     leaves, spec = pytree.tree_flatten(given)
-    wanted, same = pytree.tree_flatten(default)
-    return spec == same and all(map(same_constant, leaves, wanted))
+    default_leaves, same = pytree.tree_flatten(default)
+    return spec == same and all(map(same_constant, leaves, default_leaves))
 
 
 def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:

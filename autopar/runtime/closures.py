@@ -47,12 +47,12 @@ class Rebound:
             for function in _functions_of(value)
         ):
             return cls
-        made = _empty_copy(cls)
-        self._made[id(cls)] = made
+        class_copy = _empty_copy(cls)
+        self._made[id(cls)] = class_copy
         for name, value in vars(cls).items():
             if name not in ("__dict__", "__weakref__"):
-                setattr(made, name, self._attribute(value))
-        return made
+                setattr(class_copy, name, self._attribute(value))
+        return class_copy
 
     def fill(self, replacement: Callable[[nn.Module], Any]) -> None:
         """Fill the closures.
@@ -88,22 +88,22 @@ class Rebound:
             CellType() if self._is_replaced(value) else cell
             for cell, value in zip(function.__closure__, contents, strict=True)
         )
-        made = FunctionType(
+        copied = FunctionType(
             function.__code__,
             function.__globals__,
             function.__name__,
             function.__defaults__,
             cells,
         )
-        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-        made.__dict__.update(vars(function))
-        made.__module__, made.__doc__ = function.__module__, function.__doc__
-        self._made[id(function)] = made
+        copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+        copied.__dict__.update(vars(function))
+        copied.__module__, copied.__doc__ = function.__module__, function.__doc__
+        self._made[id(function)] = copied
         for cell, value in zip(cells, contents, strict=True):
             if self._is_replaced(value):
                 self._copy(value)
                 self._open.append((cell, value))
-        return made
+        return copied
 
     def _is_replaced(self, value: Any) -> bool:
         return (
@@ -135,10 +135,10 @@ def rebind_copy(model: nn.Module, copied: nn.Module, copies: Mapping[int, Any]) 
     """
     rebound = Rebound(model)
     for module in copied.modules():
-        held = vars(module)
-        for name, value in held.items():
+        attributes = vars(module)
+        for name, value in attributes.items():
             if isinstance(value, FunctionType):
-                held[name] = rebound.function(value)
+                attributes[name] = rebound.function(value)
             elif isinstance(value, dict):
                 value.update({key: rebound.function(each) for key, each in value.items()})
             elif isinstance(value, list):
@@ -163,5 +163,5 @@ def _functions_of(value: Any) -> tuple[Any, ...]:
 
 def _empty_copy(cls: _T) -> _T:
     """Return a class with the name and bases of a class."""
-    made: _T = type(cls)(cls.__name__, cls.__bases__, {"__qualname__": cls.__qualname__})
-    return made
+    empty: _T = type(cls)(cls.__name__, cls.__bases__, {"__qualname__": cls.__qualname__})
+    return empty

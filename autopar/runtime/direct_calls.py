@@ -130,7 +130,7 @@ class DirectCalls:
             watched: watches tensors of the user that backward needs for in-place changes.
             keep: whether backward will run; if False, no values are kept for it.
         """
-        stage, resting = self._stage, [buffers[t.name] for t in self._stage.buffers]
+        stage, stored_buffers = self._stage, [buffers[t.name] for t in self._stage.buffers]
         with torch.no_grad(), torch.autocast(self._devices.device_type, enabled=False):
             with DisableTorchFunctionSubclass():
                 locals = [
@@ -139,7 +139,7 @@ class DirectCalls:
                 ]
                 local_buffers = [
                     self._storages[t.name].local(b)
-                    for b, t in zip(resting, stage.buffers, strict=True)
+                    for b, t in zip(stored_buffers, stage.buffers, strict=True)
                 ]
             outputs, saved = self._executor.forward(locals, local_buffers, inputs, keep=keep)
         if keep:
@@ -147,7 +147,7 @@ class DirectCalls:
             watched.watch(
                 zip(names, (*locals, *local_buffers, *inputs, *outputs), strict=True), saved
             )
-            watched.follow(zip(names, (*parameters, *resting), strict=False))
+            watched.follow(zip(names, (*parameters, *stored_buffers), strict=False))
         with torch.no_grad():
             return [
                 self._present(output, storage)
@@ -171,15 +171,17 @@ class DirectCalls:
         autocast = torch.autocast(self._devices.device_type, enabled=False)
         loss = None if self._loss is None else tangents[self._loss]
         is_turn = self._backwards.begin()
-        what = f"runs backward of {self._title}{describe_factor(loss, is_turn=is_turn)}"
-        with announced(what, self._devices):
+        operation = f"runs backward of {self._title}{describe_factor(loss, is_turn=is_turn)}"
+        with announced(operation, self._devices):
             if is_turn and self._loss is None:
                 self._check_returned(pairs)
             returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
             with autocast:
                 gradients = iter(self._executor.backward(saved, returning, absent=absent))
-        found = [next(gradients) if t.has_gradient else None for t in self._stage.parameters]
-        named = zip(self._stage.parameters, found, strict=True)
+        gradient_list = [
+            next(gradients) if t.has_gradient else None for t in self._stage.parameters
+        ]
+        named = zip(self._stage.parameters, gradient_list, strict=True)
         wrapped = [
             None if gradient is None else hold_value(self._storages[t.name].wrap(gradient))
             for t, gradient in named
@@ -213,9 +215,9 @@ class DirectCalls:
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
         """Check that every rank computed the same loss from the outputs. If the model computes its
         loss, ranks announce its factor instead."""
-        whole = self._outputs == "full"
+        is_full = self._outputs == "full"
         check_tangents(
-            [(s.tensor.name, x if whole or x is None else torch.empty(0)) for s, x in returned],
+            [(s.tensor.name, x if is_full or x is None else torch.empty(0)) for s, x in returned],
             self._devices,
         )
 

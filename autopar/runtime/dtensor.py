@@ -168,8 +168,8 @@ def shard_like(like: DTensor, value: Tensor) -> Any:
 def _mesh_of_sums(args: Any) -> DeviceMesh | None:
     """Return the mesh of the first argument that is a partial sum; None if there is none. The
     function may have to reduce such an argument."""
-    for given in args:
-        x = given[0] if isinstance(given, tuple | list) and given else given
+    for argument in args:
+        x = argument[0] if isinstance(argument, tuple | list) and argument else argument
         if type(x) is HeldTensor:
             # a plain loop for speed, since every op of an optimizer step calls this
             for placement in x._spec.placements:
@@ -204,13 +204,15 @@ def _takes_fast_path(name: str, args: Any, kwargs: Any) -> bool:
 def _are_alike(args: Any, kwargs: Any) -> bool:
     """Return whether all tensors are `HeldTensor` on one mesh and none is a copied view."""
     mesh = None
-    for given in (*args, *kwargs.values()):
-        for x in given if isinstance(given, tuple | list) else (given,):
+    for argument in (*args, *kwargs.values()):
+        for x in argument if isinstance(argument, tuple | list) else (argument,):
             if type(x) is HeldTensor:
-                own = x._spec.mesh
-                if _ORIGIN in vars(x) or (mesh is not None and own is not mesh and own != mesh):
+                tensor_mesh = x._spec.mesh
+                if _ORIGIN in vars(x) or (
+                    mesh is not None and tensor_mesh is not mesh and tensor_mesh != mesh
+                ):
                     return False
-                mesh = own
+                mesh = tensor_mesh
             elif isinstance(x, Tensor):
                 return False
     return mesh is not None and "out" not in kwargs
@@ -313,8 +315,8 @@ def _refuse_other_data(target: HeldTensor, value: Tensor) -> None:
     target. An assignment of its own data, as in ``p.data = p.data.contiguous()``, is allowed.
     """
     if isinstance(value, DTensor) and value._spec == target._spec:
-        given, own = value._local_tensor, target._local_tensor
-        if given.is_set_to(own):
+        new_local, old_local = value._local_tensor, target._local_tensor
+        if new_local.is_set_to(old_local):
             return
     raise RuntimeStateError(
         f"a distributed tensor of shape {tuple(target.shape)} cannot be assigned data"

@@ -40,24 +40,26 @@ def whole_values(
         RuntimeStateError: on all ranks, if values are missing or torch cannot gather one.
     """
     holder.check_values()
-    held = {
+    names_by_owner = {
         owner: own
         for owner, own in holder.same_names().items()
         if names is None or any(name in names for name in own)
     }
-    everywhere = of_all(held)
-    _check_joined({own[0]: holder.stored(own[0]) for own in held.values()})
-    found = dict[str, Tensor]()
+    everywhere = of_all(names_by_owner)
+    _check_joined({own[0]: holder.stored(own[0]) for own in names_by_owner.values()})
+    full_values = dict[str, Tensor]()
     for owner in dict.fromkeys(owner for each in everywhere for owner in each):
         holders = [number for number, each in enumerate(everywhere) if owner in each]
-        value = _whole(holder.stored(held[owner][0])) if owner in held else None
+        value = _whole(holder.stored(names_by_owner[owner][0])) if owner in names_by_owner else None
         wanting = {0} if rank0_only else set(range(len(everywhere)))
         if wanting - set(holders):  # the value belongs to a stage that some of these ranks lack
             value = _broadcast(value, holders[0])
         if rank() in wanting and value is not None:
-            own = everywhere[holders[0]][owner]
-            found |= {name: value for name in own if names is None or name in names}
-    return found
+            names_of_tensor = everywhere[holders[0]][owner]
+            full_values |= {
+                name: value for name in names_of_tensor if names is None or name in names
+            }
+    return full_values
 
 
 def _broadcast(value: Tensor | None, source: int) -> Tensor | None:
@@ -91,20 +93,20 @@ def _check_joined(held: Mapping[str, Tensor]) -> None:
     inside a dim, such as the heads of a fused projection."""
     if torch.__version__ >= (2, 12):
         return
-    apart = [
+    unjoined = [
         name
         for name, x in held.items()
         if isinstance(x, DTensor) and any(isinstance(p, _StridedShard) for p in x.placements)
     ]
-    if found := sorted({name for of_one in of_all(apart) for name in of_one}):
-        what = (
-            f"torch {torch.__version__} cannot gather {found[0]!r}, which is sharded inside a dim"
+    if names := sorted({name for of_one in of_all(unjoined) for name in of_one}):
+        message = (
+            f"torch {torch.__version__} cannot gather {names[0]!r}, which is sharded inside a dim"
         )
         remedy = (
             "save weights with autopar.save_weights and states with autopar.Checkpoints, or use a"
             " newer torch"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
 
 def _whole(stored: Tensor) -> Tensor:
@@ -118,5 +120,5 @@ def _whole(stored: Tensor) -> Tensor:
     ):  # the tensor is offloaded to the host, where NCCL cannot communicate
         on_device = local.to(mesh.device_type)
         value = wrap_local(on_device, mesh, value.placements, value.shape, value.stride())
-    whole = value.full_tensor()
-    return whole.cpu() if whole.device.type != "cpu" else whole.clone()
+    full_tensor = value.full_tensor()
+    return full_tensor.cpu() if full_tensor.device.type != "cpu" else full_tensor.clone()

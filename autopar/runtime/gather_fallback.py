@@ -172,12 +172,12 @@ def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
         RuntimeStateError: inside `torch.tensor`, where no collective can run.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
-        what = (
+        message = (
             "torch.tensor of values computed from parameters or gradients, of which each rank holds"
             " only a shard"
         )
         raise RuntimeStateError(
-            what, remedy="use torch.stack([...]), or torch.tensor([float(x) for x in ...])"
+            message, remedy="use torch.stack([...]), or torch.tensor([float(x) for x in ...])"
         )
     return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
@@ -202,7 +202,7 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
     meshes = list(dict.fromkeys(keys))
     if len(meshes) < 2:
         return run(args, kwargs)
-    found: list[Any] = [None] * len(keys)
+    results: list[Any] = [None] * len(keys)
     nothing = True
     for mesh in meshes:
         places = [place for place, key in enumerate(keys) if key == mesh]
@@ -210,8 +210,8 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
         part = run(tuple(select(x) for x in args), {name: select(x) for name, x in kwargs.items()})
         nothing = nothing and part is None
         for place, value in zip(places, part or (), strict=False):
-            found[place] = value
-    return None if nothing else tuple(found)
+            results[place] = value
+    return None if nothing else tuple(results)
 
 
 def _select(x: Any, *, places: Sequence[int], length: int, is_plain: bool) -> Any:
@@ -251,14 +251,14 @@ def compute(
         return replacements[id(x)]
 
     whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
-    found = func(*whole_args, **whole_kwargs)
+    result = func(*whole_args, **whole_kwargs)
     if refusal is not None:
         _log_gathering(func.__name__, refusal)
     drawn = draws(func)
     _write_back(func, written, replacements, into or {})
-    if len(written) == 1 and found is not None:
+    if len(written) == 1 and result is not None:
         return next(iter(written.values()))
-    return None if found is None else tree_map(lambda x: _replicate_value(x, mesh, drawn), found)
+    return None if result is None else tree_map(lambda x: _replicate_value(x, mesh, drawn), result)
 
 
 def _write_back(

@@ -147,7 +147,7 @@ class Compiled(Holder):
         Raises:
             RuntimeStateError: always.
         """
-        what = (
+        message = (
             "a compiled module cannot be wrapped in DistributedDataParallel or recorded by"
             " torch.jit: it shards batches and reduces gradients itself"
         )
@@ -155,7 +155,7 @@ class Compiled(Holder):
             "use the compiled module directly; with accelerate use autopar.Accelerator, and"
             " autopar.Trainer instead of transformers' Trainer"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
     def matches_autocast(self) -> bool:
         """Return whether the program was compiled under the autocast state that is active now."""
@@ -191,9 +191,10 @@ class Compiled(Holder):
             return self._arguments.tensors(args, kwargs, devices)
         except Misfit as misfit:
             if isinstance(misfit, UnsupportedGradient) and self.is_for_inference:
-                what = f"{misfit.what}: the program was compiled for inference"
+                message = f"{misfit.what}: the program was compiled for inference"
                 raise RuntimeStateError(
-                    what, remedy="call it under torch.no_grad(), or compile without inference=True"
+                    message,
+                    remedy="call it under torch.no_grad(), or compile without inference=True",
                 ) from None
             return misfit
 
@@ -205,8 +206,8 @@ class Compiled(Holder):
                 dtype, for which no program can be compiled.
         """
         for name, stored in self._names.items():
-            if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
-                self._storages[stored].local(held)  # raises the error
+            if (stored_tensor := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
+                self._storages[stored].local(stored_tensor)  # raises the error
         if self.variants is None:
             raise misfit
         variant = self.variants.find(
@@ -254,8 +255,8 @@ class Compiled(Holder):
             self._known_buffers.check(dict(self.named_buffers(remove_duplicate=False)).get)
         if self._left is not None:
             self._left.check(self)
-        if (what := self._find_other_mode()) is not None:
-            raise OtherMode(what, remedy="compile the model once for each mode")
+        if (message := self._find_other_mode()) is not None:
+            raise OtherMode(message, remedy="compile the model once for each mode")
         now = autocast_around(self.device_mesh.device_type)
         if now != self._made_under:
             raise RuntimeStateError(
@@ -305,9 +306,11 @@ def _thawed_error(
 ) -> RuntimeStateError:
     """Return the error for a parameter that trains although the program computes no gradient for
     it."""
-    what = f"parameter {name!r} was frozen when the model was compiled, but now requires a gradient"
+    message = (
+        f"parameter {name!r} was frozen when the model was compiled, but now requires a gradient"
+    )
     return kind(
-        what,
+        message,
         remedy=(
             "set requires_grad before autopar.compile, and compile for training (without"
             " inference=True)"

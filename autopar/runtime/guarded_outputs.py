@@ -45,9 +45,11 @@ _MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message, 2.11 to 2.
 
 def _in_part(what: str) -> RuntimeStateError:
     """Return the error for reading a shard of an output as the full tensor."""
-    whole = 'pass outputs="full" to autopar.compile, so that every rank returns the full outputs'
+    remedy_full = (
+        'pass outputs="full" to autopar.compile, so that every rank returns the full outputs'
+    )
     return RuntimeStateError(
-        what, remedy=f"{whole}; or gather this output on every rank: out.full_tensor()"
+        what, remedy=f"{remedy_full}; or gather this output on every rank: out.full_tensor()"
     )
 
 
@@ -70,23 +72,23 @@ class PartedOutput(DTensor):
         leaves = tree_leaves((args, kwargs))
         read = func in READS or (func is Tensor.__format__ and not args[0].dim())
         if read and any(_in_parts(x) for x in leaves):
-            what = (
+            message = (
                 f"{_name(func)} of an output, or of a value computed from it, would read only this"
                 " rank's shard: the output is a DTensor"
             )
-            raise _in_part(what)
+            raise _in_part(message)
         try:
-            found = super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(func, types, args, kwargs or {})
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            what = f"{_name(func)} mixes an output, which is a DTensor, with a plain tensor"
-            raise _in_part(what) from error
-        given = {id(x) for x in leaves}
-        for x in found if isinstance(found, tuple | list) else (found,):
-            if type(x) is DTensor and id(x) not in given:
+            message = f"{_name(func)} mixes an output, which is a DTensor, with a plain tensor"
+            raise _in_part(message) from error
+        argument_ids = {id(x) for x in leaves}
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if type(x) is DTensor and id(x) not in argument_ids:
                 refuse_reads(x)
-        return found
+        return result
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """Return the full tensor. Every rank must call this, unless the tensor is replicated."""
@@ -153,8 +155,8 @@ def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
     """
     if not loss.requires_grad or value.requires_grad or not torch.is_grad_enabled():
         return value
-    found: Tensor = _Refused.apply(loss, [value], name)
-    return found
+    refused: Tensor = _Refused.apply(loss, [value], name)
+    return refused
 
 
 class _Refused(torch.autograd.Function):

@@ -59,31 +59,38 @@ class Frozen:
             list[OutsideValue](),
             list[tuple[ModuleAttribute, Steps]](),
         )
-        for each in attributes:
-            if isinstance(each, OutsideValue):
+        for constant in attributes:
+            if isinstance(constant, OutsideValue):
                 # A variable that differs from its captured value was set temporarily during
                 # capture, not by the user.
-                if _same(_outside(each), each.value):
-                    self._outside.append(each)
-            elif each.path in modules and each.path in self.modules:
-                steps = steps_of(each.name if each.name.startswith("[") else f".{each.name}")
-                there = _value(modules[each.path], steps)
-                if _same(there, each.value):
+                if _same(_outside(constant), constant.value):
+                    self._outside.append(constant)
+            elif constant.path in modules and constant.path in self.modules:
+                steps = steps_of(
+                    constant.name if constant.name.startswith("[") else f".{constant.name}"
+                )
+                there = _value(modules[constant.path], steps)
+                if _same(there, constant.value):
                     self._attributes.append(
-                        (each if original is None else self._of_original(each, steps, there), steps)
+                        (
+                            constant
+                            if original is None
+                            else self._of_original(constant, steps, there),
+                            steps,
+                        )
                     )
 
     def _of_original(self, each: ModuleAttribute, steps: Steps, copied: Any) -> ModuleAttribute:
         """Return the attribute of the user's model from which a tensor was copied, if both had the
         same values at capture; otherwise return `each`."""
         module = self.modules[each.path]()
-        own = None if module is None else _value(module, steps)
+        original_value = None if module is None else _value(module, steps)
         if (
             isinstance(each.value, Stamp)
-            and isinstance(own, torch.Tensor)
-            and (own.is_meta or torch.equal(own, copied))
+            and isinstance(original_value, torch.Tensor)
+            and (original_value.is_meta or torch.equal(original_value, copied))
         ):
-            return ModuleAttribute(each.path, each.name, Stamp.of(own))
+            return ModuleAttribute(each.path, each.name, Stamp.of(original_value))
         return each
 
     def check(self, part: Callable[[str], Standing]) -> None:
@@ -97,15 +104,19 @@ class Frozen:
             RuntimeStateError: if the user has changed a constant.
         """
         self._forwards.check()
-        for each, steps in self._attributes:
-            module = self.modules[each.path]()
+        for constant, steps in self._attributes:
+            module = self.modules[constant.path]()
             if module is not None:
                 now = _value(module, steps)
             else:
-                now = _value(part(each.path).shown, (("", steps[0][0] or steps[0][1]), *steps[1:]))
-            if now is not _GONE and not _same(now, each.value):
+                now = _value(
+                    part(constant.path).shown, (("", steps[0][0] or steps[0][1]), *steps[1:])
+                )
+            if now is not _GONE and not _same(now, constant.value):
                 raise _changed_error(
-                    f"the model's {f'{each.path}.{each.name}'.lstrip('.')}", now, each.value
+                    f"the model's {f'{constant.path}.{constant.name}'.lstrip('.')}",
+                    now,
+                    constant.value,
                 )
         for variable in self._outside:
             now = _outside(variable)
@@ -151,8 +162,8 @@ class Forwards:
         )
         for path, ref, was in () if changed else self._of_modules:
             module = ref()
-            own = None if module is None else module.__dict__.get("forward")
-            if module is not None and own is not (None if was is None else was()):
+            current = None if module is None else module.__dict__.get("forward")
+            if module is not None and current is not (None if was is None else was()):
                 changed = f"model's {path!r}" if path else "plain model"
                 break
         if changed:
@@ -166,8 +177,8 @@ class Forwards:
 def _own_forward(module: nn.Module) -> Callable[[], Any] | None:
     """Return a reference to the `forward` that a module has besides that of its class; None if it
     has none."""
-    own = module.__dict__.get("forward")
-    return None if own is None else _reference(own)
+    current = module.__dict__.get("forward")
+    return None if current is None else _reference(current)
 
 
 def _forward_of(kind: type[nn.Module]) -> Any:
@@ -186,9 +197,9 @@ def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
     if isinstance(was, Stamp | ArrayStamp):
         is_there = isinstance(was, ArrayStamp) or was.tensor() is now
         how = "was written since" if is_there else "was replaced since"
-        what = f"{name} {how} the model was captured: the program has it as a constant"
+        message = f"{name} {how} the model was captured: the program has it as a constant"
         return RuntimeStateError(
-            what,
+            message,
             remedy=(
                 "let forward read it from a buffer (register_buffer) or an argument; or compile the"
                 " model again"
@@ -272,11 +283,11 @@ def _local_version(buffer: Tensor) -> int:
 
 def _is_equal(buffer: Tensor, value: Tensor) -> bool:
     with torch.no_grad():
-        whole = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+        full_buffer = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
         return (
-            whole.shape == value.shape
-            and whole.dtype == value.dtype
-            and torch.equal(whole.cpu(), value)
+            full_buffer.shape == value.shape
+            and full_buffer.dtype == value.dtype
+            and torch.equal(full_buffer.cpu(), value)
         )
 
 
@@ -369,7 +380,7 @@ class Variants:
             ):
                 return known
         if len(self.known) >= MOST:
-            what = (
+            message = (
                 f"{misfit.what}; programs for {MOST} other modes, shapes and values already exist,"
                 " and each required planning"
             )
@@ -377,14 +388,14 @@ class Variants:
                 "pad batches to a few shapes, or drop the last batch (drop_last=True); pass a"
                 " number that changes as a tensor"
             )
-            raise RuntimeStateError(what, remedy=remedy)
-        what = (
+            raise RuntimeStateError(message, remedy=remedy)
+        message = (
             f"{misfit.what}: planning again for this call; the new program is kept for later calls"
         )
-        with _progress(what, is_expected=isinstance(misfit, OtherMode)):
-            made = self._make(module, training, *whole())
-        self.known.append(made)
-        return made
+        with _progress(message, is_expected=isinstance(misfit, OtherMode)):
+            variant = self._make(module, training, *whole())
+        self.known.append(variant)
+        return variant
 
 
 @contextmanager
@@ -444,10 +455,10 @@ class Unset:
         Raises:
             RuntimeStateError: if a tensor has no values. The message names the first.
         """
-        kept = ((name, of) for name, of in self._tensors.items() if held(name) is of[0])
+        unchanged = ((name, of) for name, of in self._tensors.items() if held(name) is of[0])
         self._tensors = {
             name: (tensor, changes)
-            for name, (tensor, changes) in kept
+            for name, (tensor, changes) in unchanged
             if _is_blank(tensor, changes)
         }
         if self._tensors:
@@ -471,5 +482,5 @@ def _is_blank(tensor: Tensor, changes: int) -> bool:
     )
     if mark is None or tensor._version != changes:
         return tensor._version == changes
-    found = local.isnan() if isinstance(mark, float) else local == mark
-    return local.numel() > 0 and bool(found.all())
+    blank = local.isnan() if isinstance(mark, float) else local == mark
+    return local.numel() > 0 and bool(blank.all())

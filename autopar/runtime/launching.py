@@ -55,9 +55,9 @@ def launch(
         adopt_launch()
         worker = [sys.executable, "-m", "autopar.runtime.launch_worker", str(script), *arguments]
         os.execv(sys.executable, worker)
-    where = ["--standalone"]
+    rendezvous = ["--standalone"]
     if meet is not None:
-        where = [
+        rendezvous = [
             f"--nnodes={nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={meet}",
@@ -74,7 +74,7 @@ def launch(
     started = ["-m", "autopar.runtime.launch_worker"] if num_gpus > 1 < num_processes else []
     sys.argv = [
         "torchrun",
-        *where,
+        *rendezvous,
         f"--max-restarts={restarts}",
         f"--nproc-per-node={num_processes}",
         *started,
@@ -85,11 +85,11 @@ def launch(
         runpy.run_module("torch.distributed.run", run_name="__main__")
     except ChildFailedError as error:  # each process has printed its own error
         first, failure = error.get_first_failure()
-        what = (
+        message = (
             f"the script failed, first on rank {first}, which exited with code {failure.exitcode}"
         )
         raise AutoparError(
-            what, where=str(script), remedy="see the error of that rank above"
+            message, where=str(script), remedy="see the error of that rank above"
         ) from None
 
 

@@ -195,15 +195,15 @@ def _share_overflows(unscale: Any) -> Any:
         Args:
             scaler, optimizer, inv_scale, found_inf: as for `_unscale_grads_`.
         """
-        found: dict[torch.device, Tensor] = unscale(
+        overflows: dict[torch.device, Tensor] = unscale(
             scaler, optimizer, inv_scale, found_inf, *args, **kwargs
         )
         groups = _live_groups() if may_step_compiled(optimizer) else []
         for group, device_type in groups:
             is_whole = group.size() == dist.get_world_size()
             with announced(_ANNOUNCED) if is_whole else nullcontext():
-                _share(found, found_inf, group, device_type)
-        return found
+                _share(overflows, found_inf, group, device_type)
+        return overflows
 
     return unscale_and_share
 
@@ -223,8 +223,8 @@ def _share(
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     if not found and bool(flags[1]):
         found[found_inf.device] = found_inf
-    for each in found.values():
-        each.copy_(flags[0])
+    for overflow in found.values():
+        overflow.copy_(flags[0])
 
 
 def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:

@@ -69,10 +69,10 @@ reading: ContextVar[MethodReading | None] = ContextVar("reading", default=None)
 @contextmanager
 def model_code() -> Iterator[MethodReading]:
     """Return a context in which the model's code runs."""
-    own = MethodReading()
-    token = reading.set(own)
+    method_reading = MethodReading()
+    token = reading.set(method_reading)
     try:
-        yield own
+        yield method_reading
     finally:
         reading.reset(token)
 
@@ -94,19 +94,19 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
         NoSuchMethod: if the method belongs to a library, or the attribute is not a function.
     """
     owner = next((each for each in cls.__mro__ if name in vars(each)), type)
-    found = vars(owner).get(name)
+    attribute = vars(owner).get(name)
     if owner.__module__.partition(".")[0] in _LIBRARIES or not isinstance(
-        found, FunctionType | classmethod | staticmethod
+        attribute, FunctionType | classmethod | staticmethod
     ):
-        what = (
+        message = (
             f"a compiled module does not have {name!r} of {owner.__module__}.{owner.__qualname__}:"
             " it is a program of forward only"
         )
-        raise NoSuchMethod(what, remedy=_OF_LIBRARIES.get(name, f"call it {ON_A_COPY}"))
+        raise NoSuchMethod(message, remedy=_OF_LIBRARIES.get(name, f"call it {ON_A_COPY}"))
     return (
-        _bound(standing, found, name)
-        if isinstance(found, FunctionType)
-        else found.__get__(None, cls)
+        _bound(standing, attribute, name)
+        if isinstance(attribute, FunctionType)
+        else attribute.__get__(None, cls)
     )
 
 
@@ -153,14 +153,14 @@ def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the method on the compiled module, and check its result."""
         check_names(standing, name, function)
-        with model_code() as own:
+        with model_code() as method_reading:
             try:
                 result = function(standing, *args, **kwargs)
             except (AttributeError, TypeError) as error:
                 if isinstance(error, RuntimeStateError) or not _is_of_standing(error):
                     raise
                 _refuse(name, str(error), error)
-        check_whole(name, result, own)
+        check_whole(name, result, method_reading)
         return result
 
     return run
@@ -182,5 +182,5 @@ def _is_of_own_parameters(result: Any) -> bool:
 
 
 def _refuse(name: str, why: str, error: Exception | None = None) -> NoReturn:
-    what = f"the model's {name!r} does not run on a compiled module: {why}"
-    raise NoSuchMethod(what, remedy=f"call it {ON_A_COPY}") from error
+    message = f"the model's {name!r} does not run on a compiled module: {why}"
+    raise NoSuchMethod(message, remedy=f"call it {ON_A_COPY}") from error

@@ -129,20 +129,20 @@ class ParallelModule(Compiled):
     ) -> None:
         check_shape(devices, program.mesh)
         if batch != "global" and not program.is_single:
-            what = (
+            message = (
                 f"batch={batch!r}: a plan with microbatches takes the global batch on every rank"
                 " and divides it"
             )
-            raise RuntimeStateError(what, remedy='pass batch="global"')
+            raise RuntimeStateError(message, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
-        own, group, index = stage_devices(devices, program.axis)
+        stage_mesh, group, index = stage_devices(devices, program.axis)
         num_ranks = 1 if group is None else group.size()
         here = range(index, len(program.stages), num_ranks)
         tensors = _tensors_of(program, here)
         elsewhere = _all_names(_tensors_of(program, range(len(program.stages))).values())
         super().__init__(
             tuple(tensors.values()),
-            own,
+            stage_mesh,
             model,
             elsewhere=elsewhere - _all_names(tensors.values()),
             world=devices,
@@ -151,7 +151,7 @@ class ParallelModule(Compiled):
         )
         self.program, self._stage_group, self._loss_scaling = program, group, LossScale()
         self._stage_rank = index
-        groups = groups_of(own)
+        groups = groups_of(stage_mesh)
         executors = {
             number: Executor(
                 program.stages[number],
@@ -181,7 +181,7 @@ class ParallelModule(Compiled):
                 StageExchange.of(program, group, index, devices.device_type),
                 executors,
                 self._storages,
-                own,
+                stage_mesh,
                 devices,
                 outputs,
             )

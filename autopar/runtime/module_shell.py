@@ -80,13 +80,13 @@ class Standing(nn.Module):
         and values that hold tensors or modules are not plain. After this call, new modules and
         parameters are refused, and so are methods of the model that read names used by `self`.
         """
-        own = Part if isinstance(self, Part) else type(self)
+        own_class = Part if isinstance(self, Part) else type(self)
         for kind in ("_parameters", "_buffers"):
             self.__dict__[kind] = _Kept(self.__dict__[kind])
         of_classes = {
             name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()
         }
-        found = {
+        attributes = {
             name: x for name, x in of_classes.items() if not hasattr(type(x), "__get__")
         } | vars(module)
         self.__dict__["_private"] = {
@@ -95,11 +95,17 @@ class Standing(nn.Module):
             if n.startswith("_") and n not in self.__dict__ and is_plain(x)
         }
         self.__dict__["_asks"] = _delegate_of(module)
-        self.__dict__["_hidden"] = self._names_in_use(own, vars(module))
-        found = {
-            name: x for name, x in found.items() if not name.startswith("_") and name != "training"
+        self.__dict__["_hidden"] = self._names_in_use(own_class, vars(module))
+        attributes = {
+            name: x
+            for name, x in attributes.items()
+            if not name.startswith("_") and name != "training"
         }
-        plain = {name: x for name, x in found.items() if is_plain(x) and not hasattr(own, name)}
+        plain = {
+            name: x
+            for name, x in attributes.items()
+            if is_plain(x) and not hasattr(own_class, name)
+        }
         self.__dict__["_plain"] = {
             name: x for name, x in plain.items() if name not in self.__dict__
         }
@@ -120,8 +126,8 @@ class Standing(nn.Module):
     @property
     def shown(self) -> Mapping[str, Any]:
         """The plain attributes by name."""
-        found: Mapping[str, Any] = self.__dict__.get("_plain", {})
-        return found
+        plain_attributes: Mapping[str, Any] = self.__dict__.get("_plain", {})
+        return plain_attributes
 
     def __getattr__(self, name: str) -> Any:
         plain: Mapping[str, Any] = self.__dict__.get("_plain", {})
@@ -131,11 +137,11 @@ class Standing(nn.Module):
             return nn.Module.__getattr__(self, name)
         except AttributeError:
             if name == "no_sync":
-                what = (
+                message = (
                     "a compiled module has no no_sync: gradients accumulate over backward calls"
                     " without it"
                 )
-                raise NoSuchMethod(what, remedy="leave it out") from None
+                raise NoSuchMethod(message, remedy="leave it out") from None
             of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
             if isinstance(of_class, property | cached_property):
                 return self._read_property(name, of_class)
@@ -154,18 +160,18 @@ class Standing(nn.Module):
         only shards of them."""
         try:
             check_names(self, name, of_class)
-            with model_code() as own, _NoComputing():
-                found = (
+            with model_code() as method_reading, _NoComputing():
+                result = (
                     of_class.func(self)
                     if isinstance(of_class, cached_property)
                     else of_class.__get__(self)
                 )
-            check_whole(name, found, own)
+            check_whole(name, result, method_reading)
         except AttributeError as error:
             why = error.what if isinstance(error, NoSuchMethod) else str(error)
-            what = f"the model's property {name!r} cannot be read on a compiled module: {why}"
-            raise NoSuchMethod(what, remedy=f"read it {ON_A_COPY}") from error
-        return found
+            message = f"the model's property {name!r} cannot be read on a compiled module: {why}"
+            raise NoSuchMethod(message, remedy=f"read it {ON_A_COPY}") from error
+        return result
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over parameters like `nn.Module.named_parameters`."""
@@ -183,33 +189,34 @@ class Standing(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def _note_reading(self) -> None:
-        own = reading.get()
-        if own is not None and self.__dict__.get("_lacks_some"):
-            own.is_of_some = True
+        method_reading = reading.get()
+        if method_reading is not None and self.__dict__.get("_lacks_some"):
+            method_reading.is_of_some = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        held = isinstance(value, nn.Module | nn.Parameter)
-        own = self.__dict__.get("_own")
-        if own is None or (
-            not held and (name in own or isinstance(getattr(type(self), name, None), property))
+        is_state = isinstance(value, nn.Module | nn.Parameter)
+        own_names = self.__dict__.get("_own")
+        if own_names is None or (
+            not is_state
+            and (name in own_names or isinstance(getattr(type(self), name, None), property))
         ):
             object.__setattr__(self, name, value)  # an attribute of this class takes precedence
             return
         if name in self.shown or isinstance(
             inspect.getattr_static(self.__dict__.get("_stands_for"), name, None), property
         ):
-            what = (
+            message = (
                 f"{name!r} cannot be set: the model was captured with the previous value, which is"
                 " part of the program"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     f"let forward read it from a buffer (register_buffer({name!r},"
                     " torch.tensor(...)))"
                 ),
             )
-        if held or any(name in self.__dict__[kind] for kind in _KINDS):
+        if is_state or any(name in self.__dict__[kind] for kind in _KINDS):
             self._check_held(name, value)
         if name in self._buffers:
             self._buffers[name] = hold_value(value)
@@ -225,31 +232,33 @@ class Standing(nn.Module):
 
     def _check_held(self, name: str, value: Any) -> None:
         """Raise RuntimeStateError if a value may not replace the tensor of that name."""
-        held = self._parameters.get(name, self._buffers.get(name))
+        current = self._parameters.get(name, self._buffers.get(name))
         if isinstance(value, nn.Module) or name in self._modules:
             raise _of_another_model(
                 f"{name!r} cannot be set: modules of a compiled module cannot be replaced or added"
             )
-        if held is None:
+        if current is None:
             raise _of_another_model(
                 f"{name!r} cannot be set: a compiled module takes no parameters that the model"
                 " did not have"
             )
-        if value is not held and (other := self.__dict__.get("_tied", {}).get(name)):
-            what = (
+        if value is not current and (other := self.__dict__.get("_tied", {}).get(name)):
+            message = (
                 f"{name!r} cannot be set: it is the same tensor as {other!r}, and the program"
                 " reads both as one"
             )
-            raise RuntimeStateError(what, remedy=UNTIE)
-        if not isinstance(value, Tensor) or _form(value) != _form(held):
-            what = f"{name!r} cannot be set: the program expects {' '.join(map(str, _form(held)))}"
-            if isinstance(value, Tensor) and value.shape != held.shape:
-                raise RuntimeStateError(what, remedy=f"do it {ON_A_COPY}, and compile that copy")
+            raise RuntimeStateError(message, remedy=UNTIE)
+        if not isinstance(value, Tensor) or _form(value) != _form(current):
+            message = (
+                f"{name!r} cannot be set: the program expects {' '.join(map(str, _form(current)))}"
+            )
+            if isinstance(value, Tensor) and value.shape != current.shape:
+                raise RuntimeStateError(message, remedy=f"do it {ON_A_COPY}, and compile that copy")
             remedy = (
                 f"pass full tensors to pm.load_state_dict, or write into {name!r} under"
                 " torch.no_grad(): p.copy_(...)"
             )
-            raise RuntimeStateError(what, remedy=remedy)
+            raise RuntimeStateError(message, remedy=remedy)
 
     def add_module(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program is compiled for the modules, parameters and
@@ -270,28 +279,28 @@ class Standing(nn.Module):
             RuntimeStateError: if the function would convert, move or share a tensor. In that case,
                 nothing is changed.
         """
-        for name, held in (
+        for name, tensor in (
             *self.named_parameters(recurse=recurse),
             *self.named_buffers(recurse=recurse),
         ):
-            made = fn(torch.empty(0, dtype=held.dtype, device=held.device))
-            if (made.dtype, made.device) != (held.dtype, held.device):
-                what = (
-                    f"{name!r} cannot become {made.dtype} on {made.device}: the program was"
-                    f" compiled for {held.dtype} on {held.device}"
+            applied = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (applied.dtype, applied.device) != (tensor.dtype, tensor.device):
+                message = (
+                    f"{name!r} cannot become {applied.dtype} on {applied.device}: the program was"
+                    f" compiled for {tensor.dtype} on {tensor.device}"
                 )
                 remedy = (
                     "convert or move the plain model and its batch, and compile that model;"
                     " precision='bf16' keeps fp32 parameters and computes in bf16"
                 )
-                raise RuntimeStateError(what, remedy=remedy)
-            if made.device.type == "cpu" and made.is_shared():
-                what = (
+                raise RuntimeStateError(message, remedy=remedy)
+            if applied.device.type == "cpu" and applied.is_shared():
+                message = (
                     f"{name!r} cannot be put into shared memory: each process holds its own shard"
                     " of a compiled module"
                 )
                 raise RuntimeStateError(
-                    what,
+                    message,
                     remedy=(
                         "remove the call to share_memory; `autopar run` starts the processes that"
                         " train a module together"
@@ -331,22 +340,24 @@ class Standing(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module like `nn.Module.get_submodule`, but accept any name."""
-        found: nn.Module = self
+        submodule: nn.Module = self
         for name in target.split(".") if target else ():
-            found = _held_tensor(found, "_modules", name, target)
-        return found
+            submodule = _held_tensor(submodule, "_modules", name, target)
+        return submodule
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Return a parameter like `nn.Module.get_parameter`, but accept any name."""
         path, _, name = target.rpartition(".")
-        found: nn.Parameter = _held_tensor(self.get_submodule(path), "_parameters", name, target)
-        return found
+        parameter: nn.Parameter = _held_tensor(
+            self.get_submodule(path), "_parameters", name, target
+        )
+        return parameter
 
     def get_buffer(self, target: str) -> Tensor:
         """Return a buffer like `nn.Module.get_buffer`, but accept any name."""
         path, _, name = target.rpartition(".")
-        found: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
-        return found
+        buffer: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
+        return buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
         copied: Standing = object.__new__(type(self))
@@ -356,7 +367,7 @@ class Standing(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program depends on the running processes."""
-        what = (
+        message = (
             "a compiled module cannot be pickled, by torch.save or otherwise: its program belongs"
             " to these processes"
         )
@@ -364,7 +375,7 @@ class Standing(nn.Module):
             "save its values: use autopar.save_weights(pm, folder) or autopar.Checkpoints, or call"
             " state = pm.full_state_dict() on every rank and torch.save(state, file) on one"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
 
 class Part(Standing):
@@ -389,12 +400,12 @@ class Part(Standing):
 
     def train(self, mode: bool = True) -> NoReturn:
         """Raise RuntimeStateError, since the program was compiled for one mode of the part."""
-        what = (
+        message = (
             "the mode of a part of a compiled module cannot be set: the whole program is in one"
             " mode"
         )
         raise RuntimeStateError(
-            what,
+            message,
             remedy=(
                 "set it on the plain model before autopar.compile, which keeps it; or call"
                 " pm.train() or pm.eval()"
@@ -404,7 +415,7 @@ class Part(Standing):
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the hook would never be called. The methods for other
         hooks do the same."""
-        what = (
+        message = (
             "a hook on a part of a compiled module would never run: the whole module runs as one"
             " graph"
         )
@@ -412,7 +423,7 @@ class Part(Standing):
             "return from forward the values that the hook should see; a forward hook registered on"
             " the plain model before autopar.compile is part of the program, except what it stores"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
 
     register_forward_pre_hook = register_forward_hook
     register_full_backward_hook = register_forward_hook
@@ -445,10 +456,10 @@ def _delegate_of(module: nn.Module) -> str:
 
 
 def _held_tensor(module: nn.Module, kind: str, name: str, target: str) -> Any:
-    found = module.__dict__[kind].get(name)
-    if found is None:
+    tensor = module.__dict__[kind].get(name)
+    if tensor is None:
         raise AttributeError(f"{target!r}: {type(module).__name__} has no {_KINDS[kind]} {name!r}")
-    return found
+    return tensor
 
 
 def _of_another_model(what: str) -> RuntimeStateError:

@@ -90,8 +90,8 @@ def take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if len(args) > 1 or kwargs or not _is_elementwise(optimizer):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        made = _stand_in(optimizer)
-    return None if made is None else ((made,), {})
+        stand_in = _stand_in(optimizer)
+    return None if stand_in is None else ((stand_in,), {})
 
 
 def give_back(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
@@ -107,10 +107,10 @@ def give_back(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
     if parts is None:
         return
     for parameter, local in parts:
-        held = optimizer.state[parameter]
+        user_state = optimizer.state[parameter]
         for name, value in stepped.state[local].items():
-            if name not in held or _local(held[name]) is not value:
-                held[name] = _as_state(value, parameter)
+            if name not in user_state or _local(user_state[name]) is not value:
+                user_state[name] = _as_state(value, parameter)
     increment_version([parameter for parameter, _ in parts])
 
 
@@ -142,20 +142,20 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
                 mine.append(parameter)
                 state[parameter] = optimizer.state[parameter]  # both optimizers share this dict
                 continue
-            held = optimizer.state.get(parameter, {})
+            user_state = optimizer.state.get(parameter, {})
             if not _is_sharded_like(parameter.grad, parameter) or not _has_state(
-                optimizer, group, held, parameter
+                optimizer, group, user_state, parameter
             ):
                 return None
             local = parameter._local_tensor.detach()
             local.grad = parameter.grad._local_tensor
-            state[local] = {name: _local(value) for name, value in held.items()}
+            state[local] = {name: _local(value) for name, value in user_state.items()}
             parts.append((parameter, local))
             mine.append(local)
         groups.append({**group, "params": mine})
-    made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update(vars(optimizer), param_groups=groups, state=state, **{_PARTS: parts})
-    return made
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(vars(optimizer), param_groups=groups, state=state, **{_PARTS: parts})
+    return stand_in
 
 
 def _has_state(
@@ -252,19 +252,22 @@ def check_state(optimizer: Optimizer) -> None:
     setattr(optimizer, _NUM_STEPS, num_steps)
     if num_steps & (num_steps - 1):
         return
-    held = [
+    planned_parameters = [
         p
         for group in optimizer.param_groups
         for p in group["params"]
         if hasattr(p, _PLANNED) and p.grad is not None
     ]
-    if not held:
+    if not planned_parameters:
         return
-    planned: PlannedState = getattr(held[0], _PLANNED)
-    own = sum(map(_local_bytes, held))
-    reserved, used = planned.num_copies * own, _state_bytes(optimizer, held)
+    planned: PlannedState = getattr(planned_parameters[0], _PLANNED)
+    parameter_bytes = sum(map(_local_bytes, planned_parameters))
+    reserved, used = (
+        planned.num_copies * parameter_bytes,
+        _state_bytes(optimizer, planned_parameters),
+    )
     more = used > reserved
-    if abs(used - reserved) <= _SHARE * own or vars(optimizer).get(_TOLD) == more:
+    if abs(used - reserved) <= _SHARE * parameter_bytes or vars(optimizer).get(_TOLD) == more:
         return
     setattr(optimizer, _TOLD, more)
     if rank() == 0:
@@ -273,23 +276,23 @@ def check_state(optimizer: Optimizer) -> None:
             " optimizer=%r: %s",
             type(optimizer).__name__,
             size_text(used),
-            size_text(own),
+            size_text(parameter_bytes),
             size_text(reserved),
             planned.optimizer,
-            _remedy(planned, used / max(own, 1), used - reserved),
+            _remedy(planned, used / max(parameter_bytes, 1), used - reserved),
         )
 
 
 def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str:
     """Return the remedy for a state of `num_copies` copies that exceeds the plan by `missing_bytes`
     bytes."""
-    alike = [
+    sufficient = [
         name
         for name, num in planned.options.items()
         if abs(num - num_copies) <= _SHARE and name != "none"
     ]
-    if alike:
-        return f"compile with optimizer={alike[0]!r}, which reserves enough"
+    if sufficient:
+        return f"compile with optimizer={sufficient[0]!r}, which reserves enough"
     least = min(
         (
             (num, name)
@@ -312,8 +315,8 @@ def _state_bytes(optimizer: Optimizer, held: list[Tensor]) -> int:
     """Return the size in bytes of the states of parameters on this rank, without scalars such as
     step counts."""
     leaves = (leaf for p in held for leaf in tree_leaves(optimizer.state.get(p, {})))
-    found = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim() > 0}
-    return sum(map(_local_bytes, found.values()))
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim() > 0}
+    return sum(map(_local_bytes, tensors.values()))
 
 
 def _local_bytes(x: Tensor) -> int:
@@ -360,11 +363,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 remedy=f"use one of {', '.join(SUPPORTED)}",
             )
         if cls.__name__ in _FUSED and is_fused:
-            what = (
+            message = (
                 f"torch.optim.{cls.__name__}(fused=True) does not work on distributed parameters:"
                 " DTensor has no sharding rule for its fused kernel"
             )
-            raise RuntimeStateError(what, remedy="leave out fused=True; Adam and AdamW support it")
+            raise RuntimeStateError(
+                message, remedy="leave out fused=True; Adam and AdamW support it"
+            )
 
 
 class Steps:
@@ -391,12 +396,12 @@ class Steps:
             None if no optimizer has stepped and no parameter is trained, or if ranks have disagreed
             since the last call.
         """
-        taken, self.taken, self.before_call = self.taken, [], None
+        steps_taken, self.taken, self.before_call = self.taken, [], None
         before, self._num_failures = self._num_failures, num_failures()
         if before != self._num_failures:
             return None
-        self.before_call = ", ".join(taken)
-        return True if taken else False if any(p.requires_grad for p in parameters) else None
+        self.before_call = ", ".join(steps_taken)
+        return True if steps_taken else False if any(p.requires_grad for p in parameters) else None
 
 
 _COMPARED = (
@@ -473,14 +478,14 @@ def watch_replaced(parameters: Iterable[Tensor]) -> None:
 
 
 def _check_replaced(optimizer: Optimizer) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p in _REPLACED for p in held) and all(p.grad is None for p in held):
-        what = (
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p in _REPLACED for p in parameters) and all(p.grad is None for p in parameters):
+        message = (
             "the optimizer holds parameters of the plain model, which get no gradients: the"
             " compiled module has its own parameters"
         )
         raise RuntimeStateError(
-            what, remedy=("create the optimizer after autopar.compile, with pm.parameters()")
+            message, remedy=("create the optimizer after autopar.compile, with pm.parameters()")
         )
 
 
@@ -491,8 +496,10 @@ def _shard_state(optimizer: Optimizer) -> None:
         if not isinstance(parameter, DTensor) or not isinstance(state, dict):
             continue
         for name, value in state.items():
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-            if alike and not isinstance(value, DTensor):
+            is_sharded_state = (
+                isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            )
+            if is_sharded_state and not isinstance(value, DTensor):
                 state[name] = shard_like(parameter, value)
 
 
@@ -500,9 +507,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check an optimizer at its first step. Return the arguments of the step; None if they are
     unchanged."""
     marks = {id(mark): mark for mark in _marks(optimizer)}
-    taken = describe_step(optimizer) if marks else ""
+    step_text = describe_step(optimizer) if marks else ""
     for steps in marks.values():
-        steps.taken.append(taken)
+        steps.taken.append(step_text)
     if getattr(optimizer, _MARK, False):
         return take(optimizer, args, kwargs)
     _check_replaced(optimizer)

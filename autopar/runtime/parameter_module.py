@@ -215,13 +215,13 @@ class Holder(Drawing):
                 module.training = mode
             return self
         trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        made = self.modes.own.set_mode(mode, trained)
-        for path, training in made.modes.items():
+        new_modes = self.modes.own.set_mode(mode, trained)
+        for path, training in new_modes.modes.items():
             self._container(path).training = training
         for name, parameter in self.named_parameters():
-            if made.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
-                parameter.requires_grad_(made.trained[name])
-        self.modes.now = made.state
+            if new_modes.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+                parameter.requires_grad_(new_modes.trained[name])
+        self.modes.now = new_modes.state
         return self
 
     def check_values(self) -> None:
@@ -301,11 +301,11 @@ class Holder(Drawing):
         """
         for name, other in self._ties:
             if self.stored(name) is not self.stored(other):
-                what = (
+                message = (
                     f"{name!r} was replaced, but {other!r} was not: they were the same tensor when"
                     " the model was compiled, and the program reads both as one"
                 )
-                raise RuntimeStateError(what, remedy=UNTIE)
+                raise RuntimeStateError(message, remedy=UNTIE)
 
     def _names_on_meta(self, model: nn.Module) -> list[str]:
         """Return the names of held tensors that are on the meta device in the model. Persistent
@@ -332,8 +332,8 @@ class Holder(Drawing):
             cls = rebound.class_of(module)
             if path:
                 above, _, name = path.rpartition(".")
-                alike = classes.get(cls) or classes.setdefault(cls, part_class(cls))
-                here = object.__new__(alike)
+                shared_class = classes.get(cls) or classes.setdefault(cls, part_class(cls))
+                here = object.__new__(shared_class)
                 Part.__init__(here)
                 self._container(above).hold_module(name, here)
             for kind in ("_modules", "_parameters", "_buffers"):
@@ -383,19 +383,23 @@ class Holder(Drawing):
         Raises:
             RuntimeStateError: if the tensor is not on this rank or has another storage.
         """
-        own = self._storages.get(self._names.get(name, ""))
-        if own is None or (own.placements, own.stored_shape, own.tensor.layout.host) != (
+        storage = self._storages.get(self._names.get(name, ""))
+        if storage is None or (
+            storage.placements,
+            storage.stored_shape,
+            storage.tensor.layout.host,
+        ) != (
             other.placements,
             other.stored_shape,
             other.tensor.layout.host,
         ):
-            here = "on another stage" if own is None else f"as {own.tensor.layout}"
-            what = (
+            here = "on another stage" if storage is None else f"as {storage.tensor.layout}"
+            message = (
                 f"{name!r} is stored {here}, but a program for another mode or batch stores it as"
                 f" {other.tensor.layout}"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     "compile the model for that call, and load the state dict into the new module"
                 ),
@@ -483,9 +487,9 @@ def holder_of(module: nn.Module) -> Holder:
     """
     holder = module if isinstance(module, Holder) else module._modules.get("module")
     if not isinstance(holder, Holder):
-        what = f"{type(module).__name__} is not compiled, or has not been called yet"
+        message = f"{type(module).__name__} is not compiled, or has not been called yet"
         raise RuntimeStateError(
-            what, remedy="pass the result of autopar.compile(model, example_inputs=batch)"
+            message, remedy="pass the result of autopar.compile(model, example_inputs=batch)"
         )
     return holder
 
@@ -519,9 +523,9 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *r
         state.pop(prefix + name, None)
     for name, value in module._extra_states.items():
         if prefix + name in state and not is_same(state.pop(prefix + name), value):
-            what = (
+            message = (
                 f"{name!r} changed after the model was compiled, and the program has the old value"
             )
             raise RuntimeStateError(
-                what, remedy=("load it into the plain model, and compile the model again")
+                message, remedy=("load it into the plain model, and compile the model again")
             )

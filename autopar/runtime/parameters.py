@@ -54,11 +54,11 @@ class Storage:
             math.prod(local[d] for d in group) for group in stored_dims(tensor.shape, tensor.view)
         )
         at = stored_placements(tensor.shape, tensor.view, tensor.layout, mesh_shape)
-        seen = joined_axes(devices, at.axes)
+        joined_mesh = joined_axes(devices, at.axes)
         stride = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
         meta = TensorMeta(torch.Size(tensor.shape), stride, tensor.dtype)
-        spec = DTensorSpec(seen, at.placements, tensor_meta=meta)
-        return Storage(tensor, devices, seen, at.placements, local, stored, spec)
+        spec = DTensorSpec(joined_mesh, at.placements, tensor_meta=meta)
+        return Storage(tensor, devices, joined_mesh, at.placements, local, stored, spec)
 
     def distribute(self, full: Tensor) -> DTensor:
         """Copy this rank's shard of a full tensor to its device, and return it as a DTensor. If
@@ -147,14 +147,14 @@ class Storage:
             self.tensor.name,
             f"a DTensor {stored.placements}" if isinstance(stored, DTensor) else "a plain tensor",
         )
-        wanted = (
+        expected = (
             "a replicated tensor"
             if self.tensor.layout.is_replicated
             else f"a DTensor {self.placements}"
         )
         return RuntimeStateError(
             f"{name!r} was replaced by {kind} of shape {tuple(stored.shape)}, but the program"
-            f" expects {wanted} of shape {self.tensor.shape}",
+            f" expects {expected} of shape {self.tensor.shape}",
             remedy=(
                 f"compute it from p = pm.get_parameter({name!r}); or pass"
                 " torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements);"

@@ -70,12 +70,12 @@ class _SequenceMethods:
             return self._modules[index]
         if not isinstance(index, slice):
             return list(self._modules.values())[index]
-        made = nn.Module.__new__(self._sliced)
-        nn.Module.__init__(made)
+        sliced = nn.Module.__new__(self._sliced)
+        nn.Module.__init__(sliced)
         for number, (name, module) in enumerate(list(self._modules.items())[index]):
             key = str(number) if self._sliced is nn.ModuleList else name  # as torch does
-            made._modules[key] = module
-        return made
+            sliced._modules[key] = module
+        return sliced
 
 
 class _SequentialMethods(_SequenceMethods):
@@ -128,12 +128,12 @@ def part_class(cls: type[nn.Module]) -> type[Part]:
         "__doc__": Part.__doc__,
     }
     try:
-        made = types.new_class(
+        new_class = types.new_class(
             cls.__name__, (Part, cls), exec_body=lambda body: body.update(namespace)
         )
     except TypeError:  # classes with an incompatible memory layout
         return Part
-    return made
+    return new_class
 
 
 def _methods_of_container(cls: type[nn.Module]) -> dict[str, Any]:
@@ -165,10 +165,12 @@ def as_container(
             name: _of_another(whole, name) for name, x in methods.items() if name != "_sliced"
         }
     if methods:
-        own = type(module)
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        made = types.new_class(own.__name__, (own,), exec_body=lambda x: x.update(methods | names))
-        object.__setattr__(module, "__class__", made)
+        module_class = type(module)
+        names = {"__module__": module_class.__module__, "__qualname__": module_class.__qualname__}
+        new_class = types.new_class(
+            module_class.__name__, (module_class,), exec_body=lambda x: x.update(methods | names)
+        )
+        object.__setattr__(module, "__class__", new_class)
 
 
 def _of_another(whole: Callable[[Any], Any], name: str) -> Callable[..., Any]:
@@ -202,11 +204,11 @@ def _refuse_operator(name: str) -> Callable[..., Any]:
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeStateError."""
-        what = (
+        message = (
             f"a part of a compiled module does not have {name}, which its class defines: parts"
             " cannot be called alone"
         )
-        raise RuntimeStateError(what, remedy="use the operator of the plain model's module")
+        raise RuntimeStateError(message, remedy="use the operator of the plain model's module")
 
     return refuse
 

@@ -115,7 +115,7 @@ class StageExchange:
         """
         if self.group is None:
             return dict(own)
-        found = {}
+        values = {}
         for tensor in outputs:
             stages = enumerate(self.program.stages)
             made_by = next(
@@ -132,8 +132,8 @@ class StageExchange:
             dist.broadcast(
                 value, dist.get_global_rank(self.group, made_by % self.group.size()), self.group
             )
-            found[tensor.name] = value
-        return found
+            values[tensor.name] = value
+        return values
 
 
 def _write_back(there: Tensor, mine: Tensor) -> None:
@@ -353,9 +353,15 @@ class StageCalls:
             The outputs of the batch by path, and the gradients of this rank. Outputs are equal on
             all ranks. Gradients are equal on all ranks that hold the parameter.
         """
-        kept = self.kept if returns else ()
+        returned = self.kept if returns else ()
         self.begin(
-            self._works, parts, self.how.weight * scale, buffers, parameters, keep=keep, kept=kept
+            self._works,
+            parts,
+            self.how.weight * scale,
+            buffers,
+            parameters,
+            keep=keep,
+            kept=returned,
         )
         if isinstance(self._schedule, Interleaving):
             self._schedule.run(backward=keep)
@@ -368,9 +374,9 @@ class StageCalls:
                 self._works[self.rank].backward(number)
         else:
             self.runner(self._works).forward()
-        own = self._join_outputs(self._works)
+        joined = self._join_outputs(self._works)
         gradients = self.finish(self._works, parameters, keep=keep)
-        return self.exchange.spread(kept, own), gradients
+        return self.exchange.spread(returned, joined), gradients
 
     def new_works(self) -> dict[int, StageWork]:
         """Return new works for one call. Its backward may run after other calls have started."""
@@ -423,9 +429,9 @@ class StageCalls:
                 for t in program.buffers
             }
             changed |= {*program.mutated}
-            wanted = [t.name for t in (self.kept if kept is None else kept)]
+            changed_names = [t.name for t in (self.kept if kept is None else kept)]
             work.begin(
-                wanted,
+                changed_names,
                 [locals[t.name] for t in program.parameters],
                 list(mine.values()),
                 parts,
@@ -440,12 +446,14 @@ class StageCalls:
 
     def _join_outputs(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
         """Join the outputs of microbatches that this rank's stages computed, and free them."""
-        made = [(path, values) for work in works.values() for path, values in work.outputs.items()]
-        found = {path: self.how.join(path, values).contiguous() for path, values in made}
-        del made
+        values_by_path = [
+            (path, values) for work in works.values() for path, values in work.outputs.items()
+        ]
+        joined = {path: self.how.join(path, values).contiguous() for path, values in values_by_path}
+        del values_by_path
         for work in works.values():
             work.outputs.clear()
-        return found
+        return joined
 
     def finish(
         self, works: Mapping[int, StageWork], parameters: Sequence[Tensor], *, keep: bool
@@ -461,22 +469,22 @@ class StageCalls:
             The local gradients of this rank's trained parameters; None for a parameter that does
             not affect the loss. The list is empty if backward has not run.
         """
-        found: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for work in works.values():
             named = [t.name for t in work.program.parameters if t.has_gradient]
             # without backward, `finish` returns no gradients
             for name, gradient in zip(named, work.finish(), strict=False):
                 if gradient is None:
                     continue
-                found[name] = found[name].add_(gradient) if name in found else gradient
+                sums[name] = sums[name].add_(gradient) if name in sums else gradient
         if not keep:
             return []
         for t, parameter in zip(self.held, parameters, strict=True):
-            if t.name in self.exchange.shared and t.name not in found:  # zero on this stage
+            if t.name in self.exchange.shared and t.name not in sums:  # zero on this stage
                 with torch.no_grad():
-                    found[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
-        self.exchange.add_shared(found)
-        return [found.get(t.name) for t in self.held if t.has_gradient]
+                    sums[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
+        self.exchange.add_shared(sums)
+        return [sums.get(t.name) for t in self.held if t.has_gradient]
 
     def wrap_gradients(
         self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()
@@ -491,8 +499,8 @@ class StageCalls:
             One gradient per parameter of this rank; None for a parameter without a gradient.
         """
         named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
-        found = {name: gradient for name, gradient in named if name not in without}
-        shown = [(t.name, found.get(t.name)) for t in self.held]
+        by_name = {name: gradient for name, gradient in named if name not in without}
+        shown = [(t.name, by_name.get(t.name)) for t in self.held]
         return [
             None if gradient is None else hold_value(self._storages[name].wrap(gradient))
             for name, gradient in shown

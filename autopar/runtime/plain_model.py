@@ -103,18 +103,18 @@ def note_tensors(model: nn.Module) -> tuple[Noted, ...]:
 
 
 def _note_each(model: nn.Module) -> Iterator[Noted]:
-    seen: set[int] = set()
+    known_ids: set[int] = set()
     for path, module in model.named_modules():
-        held, prefix = weakref.ref(module), f"{path}." if path else ""
+        module_ref, prefix = weakref.ref(module), f"{path}." if path else ""
         for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
             for leaf, x in tensors.items():
-                if x is None or id(x) in seen:
+                if x is None or id(x) in known_ids:
                     continue
-                seen.add(id(x))
+                known_ids.add(id(x))
                 place = (x.device, x.dtype)
                 yield Noted(
                     prefix + leaf,
-                    held,
+                    module_ref,
                     leaf,
                     is_parameter,
                     x.requires_grad,
@@ -163,22 +163,22 @@ class PlainModel:
         self._check_mode(compiled)
         self._check_hooks()
         written: list[Noted] = []
-        for each in self._tensors:
-            now = each.now()
+        for plain_tensor in self._tensors:
+            now = plain_tensor.now()
             if now is None:
                 continue
-            if now._backward_hooks and each.is_parameter:
-                what = (
-                    f"a hook was registered on the plain model's parameter {each.name!r}, but the"
-                    " compiled module trains its own parameter"
+            if now._backward_hooks and plain_tensor.is_parameter:
+                message = (
+                    f"a hook was registered on the plain model's parameter {plain_tensor.name!r}, "
+                    "but the compiled module trains its own parameter"
                 )
                 raise RuntimeStateError(
-                    what, remedy=f"register it on pm.get_parameter({each.name!r})"
+                    message, remedy=f"register it on pm.get_parameter({plain_tensor.name!r})"
                 )
-            if now.requires_grad != each.trains and each.is_parameter:
-                self._check_frozen(each, now, compiled)
-            if self._is_written(each, now, compares_values=compares_values):
-                written.append(each)
+            if now.requires_grad != plain_tensor.trains and plain_tensor.is_parameter:
+                self._check_frozen(plain_tensor, now, compiled)
+            if self._is_written(plain_tensor, now, compares_values=compares_values):
+                written.append(plain_tensor)
         if written:
             self._report_written(written, compiled)
         self._unwritten, self._checked = None, state
@@ -218,23 +218,23 @@ class PlainModel:
         if modes == {compiled.training}:
             return
         now = "train" if not compiled.training else "eval"
-        which = f"the plain model's {changed!r}" if changed else "the plain model"
-        what = (
-            f"{which} was set to another mode after it was compiled, but the compiled module did"
-            " not change"
+        module_text = f"the plain model's {changed!r}" if changed else "the plain model"
+        message = (
+            f"{module_text} was set to another mode after it was compiled, but the compiled module "
+            "did not change"
         )
         way = (
             f"call pm.{now}(), or set the plain model back"
             if not changed
             else "set it back, or set the modes of submodules before compiling"
         )
-        raise RuntimeStateError(what, remedy=f"{way}: the compiled module has its own mode")
+        raise RuntimeStateError(message, remedy=f"{way}: the compiled module has its own mode")
 
     def _check_hooks(self) -> None:
         for (path, ref, _), before in zip(self._modes, self._hooks, strict=True):
             module = ref()
             if module is not None and _num_hooks(module) > before:
-                what = (
+                message = (
                     f"a hook was registered on the plain model's {path!r}"
                     if path
                     else "a hook was registered on the plain model"
@@ -244,7 +244,7 @@ class PlainModel:
                     " compiling; register a hook on the whole model on pm"
                 )
                 raise RuntimeStateError(
-                    f"{what} after it was compiled; it is never called, because the program does"
+                    f"{message} after it was compiled; it is never called, because the program does"
                     " not contain it",
                     remedy=remedy,
                 )
@@ -253,7 +253,7 @@ class PlainModel:
         mine: Tensor | None = dict(compiled.named_parameters()).get(each.name)
         if mine is None or mine.requires_grad == now.requires_grad:
             return
-        what = (
+        message = (
             f"the plain model's parameter {each.name!r} was"
             f" {'frozen' if each.trains else 'unfrozen'} after it was compiled"
         )
@@ -264,7 +264,7 @@ class PlainModel:
             else "set requires_grad before autopar.compile"
         )
         raise RuntimeStateError(
-            (f"{what}: the compiled module has its own parameters"), remedy=remedy
+            (f"{message}: the compiled module has its own parameters"), remedy=remedy
         )
 
     def _report_written(self, written: list[Noted], compiled: CompiledModule) -> None:
@@ -272,16 +272,18 @@ class PlainModel:
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")
         if self._unwritten is not None and name and not self._is_trained():
-            held = _marks(dict(compiled.named_parameters()))
-            if any(held.get(name, before) != before for name, before in self._unwritten.items()):
+            marks_now = _marks(dict(compiled.named_parameters()))
+            if any(
+                marks_now.get(name, before) != before for name, before in self._unwritten.items()
+            ):
                 return  # the parameters of the compiled module were also written
             self._is_watched = True
-            what = (
+            message = (
                 f"the plain model's parameter {name!r} was written after it was compiled: the"
                 " compiled module has its own parameters"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     "call load_state_dict of the compiled module, or load the weights before"
                     " compiling"
@@ -304,21 +306,24 @@ class PlainModel:
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return values that are equal as long as a module is unchanged. Every call runs this function,
     so it must be fast."""
-    held = module.__dict__
+    attributes = module.__dict__
     tensors = [
-        x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None
+        x
+        for kind in ("_parameters", "_buffers")
+        for x in attributes[kind].values()
+        if x is not None
     ]
     try:
-        each = [
+        tensor_states = [
             (id(x), x._version, x.data_ptr(), x.requires_grad, x._backward_hooks is None)
             for x in tensors
         ]
     except RuntimeError:  # a tensor was created in inference mode, or its class has no data
-        each = [
+        tensor_states = [
             (id(x), _version(x), _pointer(x), x.requires_grad, x._backward_hooks is None)
             for x in tensors
         ]
-    return held["training"], _num_hooks(module), each
+    return attributes["training"], _num_hooks(module), tensor_states
 
 
 def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -330,15 +335,15 @@ def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _num_hooks(module: nn.Module) -> int:
-    held = module.__dict__
+    attributes = module.__dict__
     return sum(
         map(
             len,
             (
-                held["_forward_hooks"],
-                held["_forward_pre_hooks"],
-                held["_backward_hooks"],
-                held["_backward_pre_hooks"],
+                attributes["_forward_hooks"],
+                attributes["_forward_pre_hooks"],
+                attributes["_backward_hooks"],
+                attributes["_backward_pre_hooks"],
             ),
         )
     )

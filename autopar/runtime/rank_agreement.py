@@ -79,10 +79,10 @@ class Waiter:
         """
         while True:
             try:
-                found, value = self._answers.get(timeout=within_s)
+                answered_key, value = self._answers.get(timeout=within_s)
             except queue.Empty:
                 return None
-            if found != key:  # the answer belongs to a wait that was interrupted
+            if answered_key != key:  # the answer belongs to a wait that was interrupted
                 continue
             if isinstance(value, RuntimeError):
                 raise value
@@ -167,11 +167,11 @@ class Agreement:
         self._failed_at = time.monotonic()
         while time.monotonic() < self._failed_at + _READ_WITHIN_S:
             try:
-                found = self._ends.find()
+                ended = self._ends.find()
             except dist.DistError as reason:
                 raise self._without_store(reason) from error
-            if found:
-                raise self._differences.of_ended(found, self._call) from error
+            if ended:
+                raise self._differences.of_ended(ended, self._call) from error
             time.sleep(_LOOK_EACH_S)  # the connections of a process close before the process ends
 
     def close(self) -> None:
@@ -200,15 +200,15 @@ class Agreement:
         if time.monotonic() - self._failed_at < _READ_WITHIN_S:
             return False  # the process is already ending with its own error
         try:
-            found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
-            if not found:
+            ended = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
+            if not ended:
                 self._ends.record(End("it was terminated by SIGTERM", "alone"))
                 self._stop(self._call.number + 1)
                 return True
         except dist.DistError as error:
             raise self._without_store(error) from error
         self._failed_at = time.monotonic()
-        raise self._differences.of_ended(found, self._call)
+        raise self._differences.of_ended(ended, self._call)
 
     def leave(self) -> None:
         """Stop the waiting thread. This is called after the process group was destroyed."""
@@ -287,7 +287,7 @@ class Agreement:
 
     def _calls(self) -> dict[int, RankCall]:
         """Return the last operation of each rank, up to the number of this rank's operation."""
-        found = {}
+        last_calls = {}
         for rank in range(self._num_ranks):
             keys = [
                 f"call {rank} {number % _KEPT}"
@@ -298,8 +298,8 @@ class Agreement:
             ]
             calls = [each for each in calls if each.number <= self._call.number]
             if calls:
-                found[rank] = max(calls, key=lambda each: each.number)
-        return found
+                last_calls[rank] = max(calls, key=lambda each: each.number)
+        return last_calls
 
 
 class announced:
@@ -334,8 +334,8 @@ class announced:
             return
         self._agreement = _of_group(num_ranks)
         if self._agreement is not None:
-            what = self._what if isinstance(self._what, str) else self._what()
-            self._agreement.begin(what, self._stepped, is_aside=self._is_aside)
+            operation = self._what if isinstance(self._what, str) else self._what()
+            self._agreement.begin(operation, self._stepped, is_aside=self._is_aside)
 
     def __exit__(
         self,
@@ -371,14 +371,14 @@ def _of_group(num_ranks: int) -> Agreement | None:
 
 
 def _make(num_ranks: int) -> Agreement:
-    whole = _get_default_store()
-    limit_s = whole.timeout.total_seconds()
-    store = dist.PrefixStore(f"autopar {len(_newest)}", whole.clone())
-    made = Agreement(store, dist.get_rank(), num_ranks, limit_s)
+    default_store = _get_default_store()
+    limit_s = default_store.timeout.total_seconds()
+    store = dist.PrefixStore(f"autopar {len(_newest)}", default_store.clone())
+    agreement = Agreement(store, dist.get_rank(), num_ranks, limit_s)
     if not any(before for _, before in _newest):
         at_exit(_close)
         at_termination(_terminate)
-    return made
+    return agreement
 
 
 def _close() -> None:

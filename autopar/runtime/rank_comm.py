@@ -48,9 +48,9 @@ def take_gpu() -> None:
     if num_gpus == 1 and _is_shown_one_gpu():
         return
     if 0 < num_gpus <= place and not torch.cuda.is_initialized():
-        what = f"process {place} of this machine has no GPU: the machine has {num_gpus}"
+        message = f"process {place} of this machine has no GPU: the machine has {num_gpus}"
         raise MeshError(
-            what,
+            message,
             remedy=f"start as many processes as there are GPUs: autopar run -n {num_gpus} SCRIPT",
         )
     if 0 < place < num_gpus and torch.cuda.current_device() == 0:
@@ -137,12 +137,12 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
     topics = [each[0] for each in answers]
     if len(set(topics)) > 1:
         other = next(number for number, each in enumerate(topics) if each != topics[0])
-        what = f"ranks do different things: rank 0 {topics[0]}, rank {other} {topics[other]}"
+        message = f"ranks do different things: rank 0 {topics[0]}, rank {other} {topics[other]}"
         remedy = (
             "call the model in the same way on every rank: in the same mode, with batches of the"
             " same shapes, dtypes and requires_grad"
         )
-        raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(message, remedy=remedy)
     return [each[1] for each in answers]
 
 

@@ -40,13 +40,13 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
         return
     tensors = dict(_tensors(model))
     every = _gather_facts("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
-    found = [dict(facts) for facts in every]
+    facts_by_rank = [dict(facts) for facts in every]
     # all ranks need the names in the same order, since the following code uses collectives
-    names = dict.fromkeys(name for facts in found for name in facts)
-    different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
+    names = dict.fromkeys(name for facts in facts_by_rank for name in facts)
+    different = [name for name in names if len({facts.get(name) for facts in facts_by_rank}) > 1]
     if not different:
         return
-    if any(facts.get(name) is None for name in different for facts in found):
+    if any(facts.get(name) is None for name in different for facts in facts_by_rank):
         raise RuntimeStateError(
             f"{different[0]!r} has values on some ranks and is missing or on the meta device on"
             " others",
@@ -56,11 +56,11 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
             ),
         )
     other = next(
-        (name for name in different if len({facts[name][:2] for facts in found}) > 1), None
+        (name for name in different if len({facts[name][:2] for facts in facts_by_rank}) > 1), None
     )
     if other is not None:
         kinds = " and ".join(
-            dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in found)
+            dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in facts_by_rank)
         )
         remedy = "build the model with the same configuration and dtype on every rank"
         raise RuntimeStateError(f"{other!r} is {kinds} on different ranks", remedy=remedy)
@@ -136,8 +136,8 @@ def check_parts(
     if different:
         ranks, inputs = next(iter(different.items()))
         places = [names.index(name) for name in inputs]
-        held = [[facts[rank][place] for place in places] for rank in ranks]
-        odd, usual = _odd_and_usual(ranks, held)
+        group_facts = [[facts[rank][place] for place in places] for rank in ranks]
+        odd, usual = _odd_and_usual(ranks, group_facts)
         raise RuntimeStateError(
             f"{odd} got a different batch from {usual}: {', '.join(map(repr, inputs))}, which the"
             f" plan does not shard between {_list_ranks(ranks)}",
@@ -206,14 +206,15 @@ class CopiedWeights:
         }
         facts: list[dict[str, tuple[object, float]]] = of_all_alike("compares its weights", norms)
         copies: dict[tuple[str, object], dict[int, float]] = {}
-        for rank, each in enumerate(facts):
-            for name, (part, norm) in each.items():
+        for rank, rank_norms in enumerate(facts):
+            for name, (part, norm) in rank_norms.items():
                 copies.setdefault((name, part), {})[rank] = norm
-        for (name, _), found in copies.items():
-            largest = max(found.values())
-            if largest - min(found.values()) > _ROUNDED * largest:
+        for (name, _), norms_of_part in copies.items():
+            largest = max(norms_of_part.values())
+            if largest - min(norms_of_part.values()) > _ROUNDED * largest:
                 odd, usual = _odd_and_usual(
-                    list(found), [round(norm / largest / _ROUNDED) for norm in found.values()]
+                    list(norms_of_part),
+                    [round(norm / largest / _ROUNDED) for norm in norms_of_part.values()],
                 )
                 raise RuntimeStateError(
                     f"{odd} holds different values of {name!r} from {usual}, although both store"
@@ -276,12 +277,12 @@ class PlainTensorCheck:
         every = _gather_facts(f"tensors passed to {function}", [_digest(x) for x in given], devices)
         if any(digests != every[0] for digests in every):
             odd, usual = _odd_and_usual(_ranks(devices), every)
-            what = (
+            message = (
                 f"{odd} passed a different tensor to {function} from {usual}, together with a"
                 " sharded parameter or gradient"
             )
             raise RuntimeStateError(
-                what,
+                message,
                 remedy=(
                     "use the same tensor on every rank: set the same seed for random tensors"
                     " (torch.manual_seed)"
@@ -343,8 +344,10 @@ def _odd_and_usual(ranks: Sequence[int], facts: Sequence[object]) -> tuple[str, 
     """
     counts = [sum(fact == other for other in facts) for fact in facts]
     usual = facts[counts.index(max(counts))]
-    alike = [rank for rank, fact in zip(ranks, facts, strict=True) if fact == usual]
-    return _list_ranks([rank for rank in ranks if rank not in alike]), _list_ranks(alike)
+    usual_ranks = [rank for rank, fact in zip(ranks, facts, strict=True) if fact == usual]
+    return _list_ranks([rank for rank in ranks if rank not in usual_ranks]), _list_ranks(
+        usual_ranks
+    )
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
@@ -367,10 +370,12 @@ def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]
     Returns:
         The ranks of each group that has more than one rank.
     """
-    whole = [axis for axis, placement in enumerate(layout.placements) if not splits(placement)]
-    others = [axis for axis in range(devices.mesh.ndim) if axis not in whole]
+    copied_axes = [
+        axis for axis, placement in enumerate(layout.placements) if not splits(placement)
+    ]
+    others = [axis for axis in range(devices.mesh.ndim) if axis not in copied_axes]
     parts = math.prod(devices.mesh.shape[axis] for axis in others)
-    groups = devices.mesh.permute(*others, *whole).reshape(parts, -1).tolist()
+    groups = devices.mesh.permute(*others, *copied_axes).reshape(parts, -1).tolist()
     return [tuple(group) for group in groups if len(group) > 1]
 
 

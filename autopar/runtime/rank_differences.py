@@ -186,15 +186,15 @@ class Ends:
     def find(self) -> dict[int, End]:
         """Find the ranks whose processes have ended. If some of them are the cause of the others,
         return only the cause."""
-        found = {rank: end for rank in self._others if (end := self._end_of(rank)) is not None}
-        first = {rank: end for rank, end in found.items() if end.kind != "after"}
-        return first or found
+        ended = {rank: end for rank in self._others if (end := self._end_of(rank)) is not None}
+        first = {rank: end for rank, end in ended.items() if end.kind != "after"}
+        return first or ended
 
     def meet(self) -> None:
         """Read the identities of all processes. This is called after all ranks have created this
         object."""
-        found = self._store.multi_get([f"process {rank}" for rank in self._others])
-        for rank, text in zip(self._others, found, strict=True):
+        identities = self._store.multi_get([f"process {rank}" for rank in self._others])
+        for rank, text in zip(self._others, identities, strict=True):
             self._processes[rank] = tuple(json.loads(text))
 
     def gone(self) -> dict[int, End]:
@@ -358,12 +358,12 @@ class Differences:
         late = [rank for rank in range(self._num_ranks) if rank not in here]
         late = late or [self._rank]  # the other ranks gave up before this rank arrived
         did = f"rank {self._rank} {own}{self._last_of(late, calls)}"
-        what = f"{_ranks(late)} did not arrive within {limit_s:g} s: {did}"
+        message = f"{_ranks(late)} did not arrive within {limit_s:g} s: {did}"
         remedy = (
             "find out what that rank is doing; if it needs longer, call "
             "torch.distributed.init_process_group(timeout=...) before autopar.compile"
         )
-        return RankError(what, remedy=remedy, ranks=late)
+        return RankError(message, remedy=remedy, ranks=late)
 
     def of_ended(self, ended: Mapping[int, End], own: RankCall) -> RankError:
         """Return the error for processes that have ended.
@@ -378,7 +378,7 @@ class Differences:
             if len(ended) > 1
             else ""
         )
-        what = (
+        message = (
             f"rank {first} has ended: {end.why}{more}; rank {self._rank} {own}"
             f"{self._last_agreement(own)}"
         )
@@ -387,7 +387,7 @@ class Differences:
             if end.kind == "quiet"
             else f"see the messages of rank {first}; the other ranks cannot continue without it"
         )
-        return RankError(what, remedy=remedy, ranks=list(ended))
+        return RankError(message, remedy=remedy, ranks=list(ended))
 
     def describe_exit(self, waiting: Sequence[int], own: RankCall) -> str:
         """Describe that waiting ranks fail because this rank ends after the operation `own`."""
@@ -433,18 +433,18 @@ class Differences:
         )
         than = f"rank {first}" if self._num_ranks == 2 else "the others"
         does = "does something" if len(others) == 1 else "do something"
-        what = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
-        return _different_operations_error(f"{what}{before}", others)
+        message = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
+        return _different_operations_error(f"{message}{before}", others)
 
     def _groups(self, calls: Mapping[int, RankCall]) -> list[list[int]]:
         """Group the ranks by operation, the largest group first."""
         digests = {call.digest for call in calls.values()}
-        found: dict[object, list[int]] = {}
+        ranks_by_operation: dict[object, list[int]] = {}
         for rank, call in sorted(calls.items()):
             key = call.digest if len(digests) > 1 else call.stepped
             if key is not None:  # a rank without trained parameters has no steps to compare
-                found.setdefault(key, []).append(rank)
-        return sorted(found.values(), key=lambda ranks: -len(ranks))
+                ranks_by_operation.setdefault(key, []).append(rank)
+        return sorted(ranks_by_operation.values(), key=lambda ranks: -len(ranks))
 
     def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]) -> list[int]:
         """Return the ranks that differ from the majority or, without a majority, from the expected
@@ -464,10 +464,10 @@ class Differences:
         return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
 
     def _last_agreement(self, own: RankCall) -> str:
-        alike = self._last is not None and self._last.number < own.number
+        is_earlier = self._last is not None and self._last.number < own.number
         return (
             f"; before that, all ranks agreed; in the last common operation, each {self._last.what}"
-            if alike and self._last
+            if is_earlier and self._last
             else ""
         )
 

@@ -135,10 +135,10 @@ class Answered(torch.autograd.Function):
             unused = calls.find_unused(frozenset(absent))
             work.answer(parts, unused.tangents[calls.rank], unused.gradients[calls.rank])
             calls.runner(works).backward()
-            found: Sequence[Tensor | None] = calls.wrap_gradients(
+            wrapped: Sequence[Tensor | None] = calls.wrap_gradients(
                 calls.finish(works, parameters, keep=True), unused.parameters
             )
-        return found
+        return wrapped
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,9 +168,11 @@ class ScaledStep:
         self._operands: tuple[Any, ...] | None = (parts, buffers, parameters)
         self._before: dict[str, Tensor] | None = {}
         if calls.mutates:
-            kept = calls.is_fp16 or scale.assumed_factor != 1.0
+            needs_copy = calls.is_fp16 or scale.assumed_factor != 1.0
             self._before = (
-                {name: buffers[name].clone() for name in calls.mutated_buffers} if kept else None
+                {name: buffers[name].clone() for name in calls.mutated_buffers}
+                if needs_copy
+                else None
             )
         self._versions = [(name, x, _version(x)) for name, x in self._changeable_tensors()]
 
@@ -192,33 +194,33 @@ class ScaledStep:
         Raises:
             RuntimeStateError: if the step must run again, and a tensor that it reads was changed.
         """
-        found, made[:] = [*made], []
-        wanted = float(tangent)
+        scaled, made[:] = [*made], []
+        factor = float(tangent)
         assumed = float(torch.tensor(self._assumed, dtype=tangent.dtype))
-        if may_be_multiplied(assumed, wanted, is_fp16=self._calls.is_fp16):
-            if assumed != wanted:
-                for gradient in found:
+        if may_be_multiplied(assumed, factor, is_fp16=self._calls.is_fp16):
+            if assumed != factor:
+                for gradient in scaled:
                     if gradient is not None:
-                        gradient.mul_(wanted / assumed)
+                        gradient.mul_(factor / assumed)
             self._scale.confirm()
         else:
-            found.clear()  # free the memory for the second run
-            found = self._again(wanted)
-            self._scale.learn(wanted)
+            scaled.clear()  # free the memory for the second run
+            scaled = self._again(factor)
+            self._scale.learn(factor)
         self._operands, self._before, self._versions = None, None, []
-        return found
+        return scaled
 
     def _again(self, tangent: float) -> list[Tensor | None]:
         """Return the gradients of a second run, which does not change buffers."""
         assert self._operands is not None, "gradients are returned once"
         parts, buffers, parameters = self._operands
         if self._before is None:
-            what = (
+            message = (
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
                 f" {self._assumed:g}, and buffers changed meanwhile"
             )
             raise RuntimeStateError(
-                what, remedy="set pm.loss_scale = scaler.get_scale() before the first call"
+                message, remedy="set pm.loss_scale = scaler.get_scale() before the first call"
             )
         remedy = (
             "run backward before anything changes the tensor, or set pm.loss_scale to the factor"
@@ -325,13 +327,13 @@ class Published(torch.autograd.Function):
         Raises:
             RuntimeStateError: if backward has run before, or the step cannot run again.
         """
-        made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
-        if made is None:
+        computed, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
+        if computed is None:
             raise ran_twice()
         is_turn = ctx.calls.backwards.begin()
-        what = f"runs backward{describe_factor(tangent, is_turn=is_turn)}"
-        with announced(what, ctx.calls.world):
-            gradients = ctx.calls.wrap_gradients(step.gradients(tangent, made))
+        operation = f"runs backward{describe_factor(tangent, is_turn=is_turn)}"
+        with announced(operation, ctx.calls.world):
+            gradients = ctx.calls.wrap_gradients(step.gradients(tangent, computed))
         return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))
 
 
@@ -372,14 +374,14 @@ class ScheduledCalls:
         num = program.microbatches.num
         of_stages = [t for stage in program.stages for t in outputs_kept(stage, outputs, num)]
         names = {t.name for t in of_stages}
-        kept = [t for t in program.outputs if t.name in names]
+        returned = [t for t in program.outputs if t.name in names]
         self._presented = {
             t.name: Storage.of(t, devices)
             for t in of_stages
             if outputs == "dtensor" and not t.is_loss
         }
         if outputs not in ("full", "loss"):
-            _warn_of_missing(program, [t.name for t in program.outputs if t not in kept])
+            _warn_of_missing(program, [t.name for t in program.outputs if t not in returned])
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         self._is_trained = bool(trained)
         works = {
@@ -389,7 +391,7 @@ class ScheduledCalls:
         groups = next(iter(executors.values())).groups
         how = program.microbatches.bound(lambda graph: bind(graph, groups, world.device_type))
         self.held = _parameters_of(stages, trained)
-        self._calls = StageCalls(exchange, works, how, kept, self.held, storages, world)
+        self._calls = StageCalls(exchange, works, how, returned, self.held, storages, world)
         if exchange.group is not None:
             share_overflows(exchange.group, world.device_type)
 
@@ -489,8 +491,8 @@ class ScheduledCalls:
         """Run forward of all microbatches. Return the outputs, by name. Their backward runs
         backward of all microbatches."""
         anchor = torch.empty(0, device=self._devices.device_type, requires_grad=True)
-        found = Answered.apply(self._calls, parts, buffers, anchor, *parameters)
-        return dict(zip((t.name for t in self._calls.kept), found, strict=True))
+        values = Answered.apply(self._calls, parts, buffers, anchor, *parameters)
+        return dict(zip((t.name for t in self._calls.kept), values, strict=True))
 
 
 def _warn_of_missing(program: Program, names: Sequence[str]) -> None:
@@ -522,5 +524,5 @@ def _parameters_of(
 ) -> tuple[ProgramTensor, ...]:
     """Return the parameters of stages without duplicates. A parameter has a gradient if it has one
     in any stage of the model."""
-    found = {t.name: t for stage in stages for t in stage.parameters}
-    return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())
+    parameters = {t.name: t for stage in stages for t in stage.parameters}
+    return tuple(replace(t, has_gradient=t.name in trained) for t in parameters.values())

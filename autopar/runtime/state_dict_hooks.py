@@ -141,10 +141,10 @@ class StateDictHooks:
             if not hook.path:
                 function(state, place, *rest)
                 continue
-            given = {name: value for name, value in state.items() if name.startswith(place)}
-            changed = dict(given)
+            values = {name: value for name, value in state.items() if name.startswith(place)}
+            changed = dict(values)
             function(changed, place, known.get(place[:-1], {}), *rest[1:])
-            for name in given.keys() - changed.keys():
+            for name in values.keys() - changed.keys():
                 del state[name]
             state.update(changed)
 

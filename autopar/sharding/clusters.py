@@ -320,11 +320,11 @@ def _read_graph(trace: Trace) -> _Graph:
             graph.from_nothing.add(node.name)
         for ref in reads:
             graph.readers.setdefault(ref, []).append(node.name)
-    kept = (member for name, member in graph.members.items() if graph.is_kept(name))
+    listed = (member for name, member in graph.members.items() if graph.is_kept(name))
     graph.storages.keep(
         {
             ref: info
-            for member in kept
+            for member in listed
             for ref, info in zip(member.makes, member.call.outputs, strict=True)
         }
     )
@@ -352,10 +352,10 @@ def _possible_options(
 
     Nodes of equal layers share the answer.
     """
-    given = tuple(_find_given(graph, ref) for ref in reads)
-    key = call.keyed, given
+    producible = tuple(_find_given(graph, ref) for ref in reads)
+    key = call.keyed, producible
     if key not in graph.shared.by_call:
-        graph.shared.by_call[key] = _find_possible(call, given)
+        graph.shared.by_call[key] = _find_possible(call, producible)
     return graph.shared.by_call[key]
 
 
@@ -479,8 +479,8 @@ def _accepts_all(
     """Return whether a member accepts every placement that the producer of an operand can give.
     Partial sums as other operands are excluded, as no collective creates them."""
     producer, result = member.reads[operand]
-    given = {option.outputs[result] for option in graph.options[producer]}
-    return given <= {
+    producible = {option.outputs[result] for option in graph.options[producer]}
+    return producible <= {
         option.inputs[operand] for option in _usable(graph, member, name, from_cluster)
     }
 
@@ -495,13 +495,13 @@ def _accepts_together(
     """Return the same as `_accepts_all`, for all operands from the cluster together."""
     if len({member.reads[i] for i in from_cluster}) < 2:
         return True
-    given = joint_options(
+    states = joint_options(
         (graph.members[n].reads, graph.members[n].makes, graph.options[n]) for n in content
     )
     accepted = {
         tuple(o.inputs[i] for i in from_cluster) for o in _usable(graph, member, name, from_cluster)
     }
-    return {tuple(state[member.reads[i]] for i in from_cluster) for state in given} <= accepted
+    return {tuple(state[member.reads[i]] for i in from_cluster) for state in states} <= accepted
 
 
 def _usable(
@@ -514,13 +514,13 @@ def _usable(
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
     """Return whether `name` depends on the cluster. Nodes before its first node cannot."""
     first = min(graph.position[n] for n in inside)
-    frontier, seen = [name], {name}
+    frontier, visited = [name], {name}
     while frontier:
         for producer, _ in graph.members[frontier.pop()].reads:
             if producer in inside:
                 return True
-            if producer not in seen and graph.position.get(producer, -1) > first:
-                seen.add(producer)
+            if producer not in visited and graph.position.get(producer, -1) > first:
+                visited.add(producer)
                 frontier.append(producer)
     return False
 

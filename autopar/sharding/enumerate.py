@@ -78,7 +78,7 @@ def classes_of(
         )
         groups.setdefault((*cluster.signature, slots), []).append(cluster)
     partial = _partial_operands(clusters, groups)
-    found = tuple(
+    classes = tuple(
         ClusterClass(
             tuple(group),
             _filter_allowed(
@@ -87,18 +87,20 @@ def classes_of(
         )
         for signature, group in groups.items()
     )
-    return split_by_layers(found, forced.starts)
+    return split_by_layers(classes, forced.starts)
 
 
 def split_by_layers(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
     """Split classes by groups of layers. Strategies do not change."""
-    found: list[ClusterClass] = []
-    for each in classes:
+    split_classes: list[ClusterClass] = []
+    for cluster_class in classes:
         groups: dict[int, list[Cluster]] = {}
-        for cluster in each.instances:
+        for cluster in cluster_class.instances:
             groups.setdefault(group_of(cluster.members[0].key, starts), []).append(cluster)
-        found += [ClusterClass(tuple(groups[group]), each.strategies) for group in sorted(groups)]
-    return tuple(found)
+        split_classes += [
+            ClusterClass(tuple(groups[group]), cluster_class.strategies) for group in sorted(groups)
+        ]
+    return tuple(split_classes)
 
 
 def _expand_presets(
@@ -157,7 +159,7 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
                     plans = ", ".join(
                         dict.fromkeys(forced.named.plans[axis] for axis in layout.splitters(dim))
                     )
-                    what = (
+                    message = (
                         f"{plans} cannot hold: {member.key} has a tensor of shape {info.shape},"
                         f" whose dim {dim} would be in {parts} parts"
                     )
@@ -165,18 +167,18 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
                         f"make its length {info.shape[dim]} a multiple of {parts}, or use fewer or"
                         " smaller axes"
                     )
-                    return ConstraintError(what, where=member.call.where, remedy=remedy)
+                    return ConstraintError(message, where=member.call.where, remedy=remedy)
     first = cluster.members[0]
     named = list(dict.fromkeys(filter(None, forced.named.plans)))
     if len(named) == 1:
-        what = f"{named[0]} cannot hold: {first.key} has no strategy that satisfies it"
+        message = f"{named[0]} cannot hold: {first.key} has no strategy that satisfies it"
         return ConstraintError(
-            what,
+            message,
             where=first.call.where,
             remedy="remove it for this model, or use other axes for it",
         )
-    what = f"the named plans cannot hold: {first.key} has no strategy that satisfies all of them"
-    return ConstraintError(what, where=first.call.where, remedy="remove one of them")
+    message = f"the named plans cannot hold: {first.key} has no strategy that satisfies all of them"
+    return ConstraintError(message, where=first.call.where, remedy="remove one of them")
 
 
 def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
@@ -206,8 +208,10 @@ def _filter_allowed(
 ) -> tuple[ClusterStrategy, ...]:
     for i, member in enumerate(cluster.members):
         for kind, slot, layout in forced.slots.get(member.node, ()):
-            kept = tuple(s for s in strategies if getattr(s.members[i], f"{kind}s")[slot] == layout)
-            if not kept:
+            matching = tuple(
+                s for s in strategies if getattr(s.members[i], f"{kind}s")[slot] == layout
+            )
+            if not matching:
                 possible = sorted(
                     {str(getattr(s.members[i], f"{kind}s")[slot]) for s in strategies}
                 )
@@ -216,7 +220,7 @@ def _filter_allowed(
                     where=member.call.where,
                     remedy=f"with the other constraints it can be one of: {'; '.join(possible)}",
                 )
-            strategies = kept
+            strategies = matching
     return strategies
 
 
@@ -226,7 +230,7 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
     `partial` lists, for each operand, the partial placements that some producer can give. No others
     are used.
     """
-    given = dict(zip(cluster.operands, partial, strict=True))
+    partial_placements = dict(zip(cluster.operands, partial, strict=True))
 
     def options_of(member: ClusterMember) -> list[AxisOption]:
         """Return the options of a member whose partial operands can be given."""
@@ -236,11 +240,14 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
         return [
             o
             for o, read in pairs
-            if not any(adds_up(p) and ref in given and p not in given[ref] for ref, p in read)
+            if not any(
+                adds_up(p) and ref in partial_placements and p not in partial_placements[ref]
+                for ref, p in read
+            )
         ]
 
-    found = joint_options((m.reads, m.makes, options_of(m)) for m in cluster.members)
-    unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in found}
+    states = joint_options((m.reads, m.makes, options_of(m)) for m in cluster.members)
+    unique = {tuple(sorted((r, str(p)) for r, p in state.items())): state for state in states}
     return list(unique.values())
 
 
@@ -284,7 +291,7 @@ def expand(
         kept.
     """
     shapes = _shapes(cluster)
-    found: dict[Strategy, ClusterStrategy] = {}
+    strategies_by_layout: dict[Strategy, ClusterStrategy] = {}
     known: dict[tuple[object, ...], Layout | None] = {}  # many strategies share few layouts
 
     def make_layout(
@@ -321,8 +328,8 @@ def expand(
                     cuts_alike(m.call, s, mesh_shape)
                     for m, s in zip(cluster.members, strategy.members, strict=True)
                 ):
-                    found.setdefault(strategy.outer, strategy)
-    return tuple(found.values())
+                    strategies_by_layout.setdefault(strategy.outer, strategy)
+    return tuple(strategies_by_layout.values())
 
 
 def _shapes(cluster: Cluster) -> dict[Ref, tuple[int, ...]]:

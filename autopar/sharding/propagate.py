@@ -234,16 +234,16 @@ def _gradients(trace: Trace) -> dict[str, str]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     parameter_of: dict[str, str] = {}
     for p in trace.parameters:
-        left = [] if p.gradient is None else [results[p.gradient]]
-        while left:
-            node = left.pop()
+        pending = [] if p.gradient is None else [results[p.gradient]]
+        while pending:
+            node = pending.pop()
             if (
                 isinstance(node, fx.Node)
                 and node.op == "call_function"
                 and node.meta["phase"] == "backward"
             ):
                 parameter_of[node.name] = p.node
-                left += node.all_input_nodes if node.target in _SAME_SHAPE else ()
+                pending += node.all_input_nodes if node.target in _SAME_SHAPE else ()
     return parameter_of
 
 
@@ -357,9 +357,9 @@ class Propagation:
         return "backward"
 
     def _settle_column(self, node: fx.Node) -> None:
-        wanted, product = self.policy.columns.get(node.name), product_of(self.graph, node)
-        if wanted is not None and product is not None and self._is_whole(product[0]):
-            self.demand(product[1], wanted)
+        label, product = self.policy.columns.get(node.name), product_of(self.graph, node)
+        if label is not None and product is not None and self._is_whole(product[0]):
+            self.demand(product[1], label)
 
     def _state(self, ref: Ref) -> Placement | None:
         """Return the label of a tensor; None if it is free or undecided."""
@@ -414,8 +414,8 @@ class Propagation:
                 spreads += split
             else:
                 slices += split
-        wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
-        wrong = wanted is not None and label_of(option.outputs[0]) != wanted
+        parameter_label = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
+        wrong = parameter_label is not None and label_of(option.outputs[0]) != parameter_label
         num_split = sum(isinstance(p, Shard) for p in option.outputs)
         return gathers, wrong, slices, spreads + num_split
 

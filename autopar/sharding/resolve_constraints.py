@@ -64,8 +64,8 @@ def layer_of(key: str) -> tuple[str, int] | None:
 
 def group_of(key: str, starts: Starts) -> int:
     """Return the index of the group to which the layer of a node or a parameter belongs."""
-    where = layer_of(key) if starts else None
-    return sum(where[1] >= start for start in starts.get(where[0], ())) if where else 0
+    layer = layer_of(key) if starts else None
+    return sum(layer[1] >= start for start in starts.get(layer[0], ())) if layer else 0
 
 
 def frozen_starts(trace: Trace) -> Starts:
@@ -79,13 +79,13 @@ def frozen_starts(trace: Trace) -> Starts:
         return {}
     read: dict[str, dict[int, set[str]]] = {}
     for node in trace.graph.nodes:
-        where = (
+        layer = (
             layer_of(node.meta["key"])
             if node.op == "call_function" and node.meta["phase"] == "forward"
             else None
         )
-        if where is not None:
-            here = read.setdefault(where[0], {}).setdefault(where[1], set())
+        if layer is not None:
+            here = read.setdefault(layer[0], {}).setdefault(layer[1], set())
             if any(
                 user.op == "call_function" and user.meta["phase"] == "backward"
                 for user in node.users
@@ -189,8 +189,8 @@ def _drop_contradicted(named: Named, given: Mapping[str, Layout]) -> Named:
         for n, at in given.items()
         if (rests := named.rests.get(n)) and not any(_allows(rest, at) for rest in rests)
     }
-    kept = {name: rests for name, rests in named.rests.items() if name not in otherwise}
-    return replace(named, rests=kept) if otherwise else named
+    storages = {name: rests for name, rests in named.rests.items() if name not in otherwise}
+    return replace(named, rests=storages) if otherwise else named
 
 
 def _allows(rest: Rest, layout: Layout) -> bool:
@@ -264,11 +264,11 @@ def _resolve_layouts(
                 if not isinstance(forced, Layout):
                     slots.setdefault(name, []).append(forced)
                 elif storage.setdefault(name, forced) != forced:
-                    what = (
+                    message = (
                         f"{name} would be stored as {storage[name]} and, by"
                         f" {constraint.pattern!r}, as {forced}"
                     )
-                    raise ConstraintError(what, remedy="force one storage layout for it")
+                    raise ConstraintError(message, remedy="force one storage layout for it")
     return {name: tuple(forced) for name, forced in slots.items()}, storage
 
 
@@ -414,8 +414,8 @@ def _resting_layouts(trace: Trace, constraint: Resting) -> dict[str, Layout]:
             else []
         )
         if dims and max(dims) >= len(p.view):
-            what = f"{p.name} would be stored as {storage[p.name]}, but its view is {p.view}"
-            raise ConstraintError(what, remedy="use layouts from a plan of the same model")
+            message = f"{p.name} would be stored as {storage[p.name]}, but its view is {p.view}"
+            raise ConstraintError(message, remedy="use layouts from a plan of the same model")
     return storage
 
 

@@ -266,7 +266,7 @@ def _alternatives(
     in the last one over none. With `apart`, dims that no other axis splits come first.
     """
     shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
-    taken = frozenset(
+    used_dims = frozenset(
         placement
         for axis, allowed in enumerate(rest)
         if axis not in axes
@@ -278,7 +278,7 @@ def _alternatives(
     choices = (
         (some, dims)
         for some in subsets
-        for dims in ((shards - taken, shards) if apart and shards - taken else (shards,))
+        for dims in ((shards - used_dims, shards) if apart and shards - used_dims else (shards,))
     )
     return tuple(
         tuple(dims if axis in some else allowed for axis, allowed in enumerate(rest))
@@ -299,9 +299,9 @@ def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -
     inputs, batch = [i for i in graph.trace.inputs if i.shape], _batch_of(graph)
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
-        what = f"{plan}: no input has a batch dim (dim 0) to shard"
+        message = f"{plan}: no input has a batch dim (dim 0) to shard"
         raise ConstraintError(
-            what, remedy="plan with more than one sample in the batch, or remove the constraint"
+            message, remedy="plan with more than one sample in the batch, or remove the constraint"
         )
     policy = Policy(split, slices=True)
     experts = plan.name.startswith("expert_parallel")
@@ -352,7 +352,7 @@ def _refuse_part(graph: TraceIndex, plan: Parallelism, labels: SpreadLabels) -> 
     """
     assert labels.failure is not None, "a node refuses"
     inputs = [i for i in graph.trace.inputs if isinstance(labels.labels.get((i.node, 0)), Shard)]
-    taken = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)
+    inputs_text = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)
     read = zip(
         graph.reads[labels.failure.node], graph.calls[labels.failure.node].inputs, strict=True
     )
@@ -363,15 +363,17 @@ def _refuse_part(graph: TraceIndex, plan: Parallelism, labels: SpreadLabels) -> 
     )
     if all(len(i.shape) == 2 and i.dtype.is_floating_point for i in inputs):
         why = (
-            f"{taken}, which is the features dim of (batch, features), is sharded as a sequence,"
-            " but it reads all features"
+            f"{inputs_text}, which is the features dim of (batch, features), is sharded as a "
+            "sequence, but it reads all features"
         )
         remedy = (
             "remove the constraint, which is for inputs with a sequence; ddp(), fsdp() and"
             " tensor_parallel() shard other dims"
         )
         _refuse(graph, plan, labels.failure.node, f"{why}: it has {parts}", remedy)
-    split = f"the sequence ({taken}) is sharded, but it cannot compute on a shard of the sequence"
+    split = (
+        f"the sequence ({inputs_text}) is sharded, but it cannot compute on a shard of the sequence"
+    )
     _refuse(graph, plan, labels.failure.node, f"{split}: it reads {parts}")
 
 
@@ -383,5 +385,5 @@ def _refuse(
     remedy: str = "remove the constraint, or use other axes for it",
 ) -> NoReturn:
     node = graph.nodes[name]
-    what = f"{plan} cannot hold: at {node.meta['key']}, {why}"
-    raise ConstraintError(what, where=where_of(node), remedy=remedy)
+    message = f"{plan} cannot hold: at {node.meta['key']}, {why}"
+    raise ConstraintError(message, where=where_of(node), remedy=remedy)

@@ -38,12 +38,12 @@ def find_mixed(
         values: the values of the columns.
     """
     problem = program.problem
-    found: dict[int, list[float]] = {}
+    shares_by_op: dict[int, list[float]] = {}
     for n, variable in _decisions(program):
         share, num = float(values[engine.column[variable]]), problem.ops[n].count
         if 0.5 <= share * num <= num - 0.5:
-            found.setdefault(n, []).append(share)
-    return {n: tuple(shares) for n, shares in sorted(found.items())}
+            shares_by_op.setdefault(n, []).append(share)
+    return {n: tuple(shares) for n, shares in sorted(shares_by_op.items())}
 
 
 def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
@@ -153,19 +153,21 @@ class Proven:
         depends on reserves."""
         if self.extra.reserves:
             return None
-        found = [self.first] if self.first is not None else []
+        candidates = [self.first] if self.first is not None else []
         program, engine, relaxed = self.extra.program, self.extra.engine, self.relaxed
         if self.vertex is not None:
-            found.append(multipliers(program, engine, COMPUTE_BOUND, self.vertex, Rows.of([]), {}))
+            candidates.append(
+                multipliers(program, engine, COMPUTE_BOUND, self.vertex, Rows.of([]), {})
+            )
         if relaxed.duals is not None:
             budget = self.extra.matrix([*relaxed.prices])
             named = {self.extra.rows[r].name: y for r, y in relaxed.prices.items()}
-            found.append(
+            candidates.append(
                 multipliers(program, engine, relaxed.balance, relaxed.duals, budget, named)
             )
         return (
-            max(found, key=lambda m: m.bound_s)
-            if found
+            max(candidates, key=lambda m: m.bound_s)
+            if candidates
             else quickest(program.problem)
             if self.bound_s
             else None
@@ -219,11 +221,11 @@ class Incumbent:
     def offer(self, values: Floats) -> list[int]:
         """Record a plan if it fits and is the best. Otherwise return the rows that it breaks, if
         none of them is in the program yet."""
-        strategies, recomputed, kept, regions = self.extra.program.read_choices(
+        strategies, recomputed, kept_versions, regions = self.extra.program.read_choices(
             self._by_column(values)
         )
         return self._consider(
-            strategies, recomputed, kept, values, regions if self.extra.budget else None
+            strategies, recomputed, kept_versions, values, regions if self.extra.budget else None
         )  # without these rows they cost nothing
 
     def offer_rounded(self, relaxation: Relaxation) -> list[int]:

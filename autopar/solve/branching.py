@@ -97,8 +97,8 @@ class BranchingVariables:
         again = [column[v.name] for row in program.again.values() for v in row]
         regions = [column[v.name] for v in program.regions.values()]
         regions = [region for region in regions if sizes[region] > 0.0]  # the others are free
-        kept = [column[v.name] for v in program.keep.values()]
-        bits = np.array([*again, *kept, *regions], np.int32)
+        keep_columns = [column[v.name] for v in program.keep.values()]
+        bits = np.array([*again, *keep_columns, *regions], np.int32)
         num_rows = len(engine.rows.lower)
         return BranchingVariables(len(engine.cost), choices, bits, sizes[bits], num_rows)
 
@@ -289,9 +289,9 @@ class Tree:
         choices, bits = self.variables.choices, self.variables.bits
         shares = ((1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(choices))
         ops = sorted((-min(share, 1 - share), key) for share, key in shares if share > _WHOLE)
-        apart, sizes = np.minimum(values[bits], 1 - values[bits]), self.variables.bit_sizes
-        worth = apart * sizes if ops else apart * (1 + sizes)
-        fractional = np.flatnonzero(apart > _WHOLE)
+        fractions, sizes = np.minimum(values[bits], 1 - values[bits]), self.variables.bit_sizes
+        worth = fractions * sizes if ops else fractions * (1 + sizes)
+        fractional = np.flatnonzero(fractions > _WHOLE)
         heavy = sorted((-worth[i], (1, int(i))) for i in fractional if worth[i] > _WHOLE)
         return [key for _, key in (*ops[:_TRIED], *heavy[:_TRIED])]
 

@@ -63,11 +63,11 @@ def find_split(problem: Problem, shares: Sequence[Floats]) -> Condition | None:
         for axis in range(_num_axes(problem, n)):
             condition = Condition(n, axis, is_whole=True)
             admitted = np.array([condition.admits(op.strategies[s].layouts) for s in used])
-            whole, split = float(share[admitted].sum()), float(share[~admitted].sum())
-            if min(whole, split) < _LEAST_SHARE:
+            admitted_share, split = float(share[admitted].sum()), float(share[~admitted].sum())
+            if min(admitted_share, split) < _LEAST_SHARE:
                 continue
             means = [float(share[some] @ times_s[some]) for some in (admitted, ~admitted)]
-            divided_s = whole * split * abs(means[0] / whole - means[1] / split)
+            divided_s = admitted_share * split * abs(means[0] / admitted_share - means[1] / split)
             if divided_s > best_s * (1.0 + 1e-9):
                 best_s, best = divided_s, condition
     return best
@@ -150,11 +150,11 @@ class Cases:
             case = self.leaves[place]
             if best is not None and bounds[place] >= best.objective_s * (1.0 - self.gap):
                 continue
-            found = self._ask(problem, case, best)
-            if isinstance(found, Solution):
-                bounds[place] = max(bounds[place], found.bound_s)
-                best = found if best is None or found.objective_s < best.objective_s else best
-            elif found is None or isinstance(found, Least):
+            answer = self._ask(problem, case, best)
+            if isinstance(answer, Solution):
+                bounds[place] = max(bounds[place], answer.bound_s)
+                best = answer if best is None or answer.objective_s < best.objective_s else best
+            elif answer is None or isinstance(answer, Least):
                 bounds[place] = math.inf
         if best is None:
             return None
@@ -179,23 +179,23 @@ class Cases:
     def _solve_part(self, case: Case, condition: Condition) -> Case:
         """Solve the part of a case that meets one more condition."""
         part = replace(case, conditions=(*case.conditions, condition), split=None)
-        found = self._ask(self.problem, part, replace(self.answer, bound_s=0.0))
-        if found is None or isinstance(found, Least):
+        answer = self._ask(self.problem, part, replace(self.answer, bound_s=0.0))
+        if answer is None or isinstance(answer, Least):
             return replace(part, bound_s=math.inf, free_bound_s=math.inf)
-        if isinstance(found, FractionalGroups):
-            return replace(part, bound_s=max(case.bound_s, found.bound_s))
-        if found.objective_s < self.answer.objective_s:
-            self.answer = found
-        proven = [m for m in (case.multipliers, found.multipliers) if m is not None]
+        if isinstance(answer, FractionalGroups):
+            return replace(part, bound_s=max(case.bound_s, answer.bound_s))
+        if answer.objective_s < self.answer.objective_s:
+            self.answer = answer
+        proven = [m for m in (case.multipliers, answer.multipliers) if m is not None]
         missing_s = self.answer.objective_s - case.bound_s
-        is_flat = found.bound_s - case.bound_s < _FLAT * missing_s
+        is_flat = answer.bound_s - case.bound_s < _FLAT * missing_s
         num_flat = case.num_flat + 1 if is_flat else 0
         return replace(
             part,
-            bound_s=max(case.bound_s, found.bound_s),
-            free_bound_s=max(case.free_bound_s, found.free_bound_s),
+            bound_s=max(case.bound_s, answer.bound_s),
+            free_bound_s=max(case.free_bound_s, answer.free_bound_s),
             multipliers=max(proven, key=lambda m: m.bound_s, default=None),
-            split=found.split if num_flat < _MOST_FLAT else None,
+            split=answer.split if num_flat < _MOST_FLAT else None,
             num_flat=num_flat,
         )
 
@@ -218,21 +218,21 @@ class Cases:
 
     def _multipliers(self, before: Multipliers | None) -> Multipliers | None:
         """Return the multipliers of all cases, if they prove more than those of the problem."""
-        found = [
+        proofs = [
             CaseMultipliers(case.conditions, case.multipliers)
             for case in self.leaves
             if case.multipliers is not None
         ]
-        bound_s = min((case.multipliers.bound_s for case in found), default=0.0)
-        if len(found) < len(self.leaves) or (before is not None and before.bound_s >= bound_s):
+        bound_s = min((case.multipliers.bound_s for case in proofs), default=0.0)
+        if len(proofs) < len(self.leaves) or (before is not None and before.bound_s >= bound_s):
             return before
-        return Multipliers(bound_s, {}, {}, cases=tuple(found))
+        return Multipliers(bound_s, {}, {}, cases=tuple(proofs))
 
     def _ask(
         self, problem: Problem, case: Case, met: Solution | None
     ) -> Solution | Least | FractionalGroups | None:
         """Solve a case within its work limit."""
         most, self.work.most = self.work.most, min(self.work.most, self.work.spent + _WORK)
-        found = self.ask(replace(problem, conditions=case.conditions), met, Common(self.work))
+        answer = self.ask(replace(problem, conditions=case.conditions), met, Common(self.work))
         self.work.most = most
-        return found
+        return answer

@@ -95,13 +95,13 @@ class MemoryPrices:
                 self.of_ops[n] += per_byte * np.array(sizes, float)
             for n, sizes in row.again:
                 self.of_again[n] = self.of_again.get(n, 0.0) + per_byte * np.array(sizes, float)
-        whole = sum(self.worths_s[row.name] for row in rows)
-        per_byte = whole / max(self.problem.budget_bytes, 1)
+        memory_s = sum(self.worths_s[row.name] for row in rows)
+        per_byte = memory_s / max(self.problem.budget_bytes, 1)
         for n, op in enumerate(ops):
             self.of_ops[n] += (
                 per_byte * op.count * np.array([s.static_bytes for s in op.strategies], float)
             )
-        self.given_s = whole - self.reserved_s
+        self.given_s = memory_s - self.reserved_s
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,12 +168,14 @@ class _GroupBuilder:
         their supply."""
         variant = self.problem.variants[v]
         value, uses = self.problem.values[variant.value], list(enumerate(variant.uses))
-        made = self._at(value.graph, value.op, "outputs", value.result)
+        made_layouts = self._at(value.graph, value.op, "outputs", value.result)
         read = {i: self._at(value.graph, use.op, "inputs", use.operand) for i, use in uses}
         first = [(i, use) for i, use in uses if use.phase == value.phase]
         if first:
             readers = [(i, self.x[use.op], read[i]) for i, use in first]
-            self._group(v, False, [(self.x[value.op], made, np.ones(len(made)))], readers)
+            self._group(
+                v, False, [(self.x[value.op], made_layouts, np.ones(len(made_layouts)))], readers
+            )
         later = [(i, self.x[use.op], read[i]) for i, use in uses if use.phase != value.phase]
         later += [
             (i, self.again[use.op], read[i])
@@ -182,14 +184,18 @@ class _GroupBuilder:
         ]
         if not later or value.phase != "forward":
             return
-        version = _versions(value, [made, *(read[i] for i, _ in first)])
+        version = _versions(value, [made_layouts, *(read[i] for i, _ in first)])
         # Versions are separate layouts, from which keeping leads to the layouts in backward.
-        resting = len(version)
-        sources = [(self.x[value.op], made + resting, version[made])]
-        sources += [(self.x[use.op], read[i] + resting, version[read[i]]) for i, use in first]
-        sources += [(self.x[value.op], made, np.ones(len(made)))] if value.resident else []
+        num_versions = len(version)
+        sources = [(self.x[value.op], made_layouts + num_versions, version[made_layouts])]
+        sources += [(self.x[use.op], read[i] + num_versions, version[read[i]]) for i, use in first]
         sources += (
-            [(self.again[value.op], made, np.ones(len(made)))] if value.op in self.again else []
+            [(self.x[value.op], made_layouts, np.ones(len(made_layouts)))] if value.resident else []
+        )
+        sources += (
+            [(self.again[value.op], made_layouts, np.ones(len(made_layouts)))]
+            if value.op in self.again
+            else []
         )
         self._group(v, True, sources, later)
 
@@ -212,8 +218,8 @@ class _GroupBuilder:
         sources = [(decision, at, times) for decision, at, times in sources if times.any()]
         at_hand = {layout for _, at, times in sources for layout in at[times > 0.0].tolist()}
         supplied = {layout % num for layout in at_hand}
-        wanted = {layout for _, _, at in readers for layout in at.tolist()}
-        numbers = useful_arcs(graph, supplied, wanted)
+        read_layouts = {layout for _, _, at in readers for layout in at.tolist()}
+        numbers = useful_arcs(graph, supplied, read_layouts)
         arcs = [graph.arcs[a] for a in numbers]
         load = arc_loads(self.problem, v, late=late, count=variant.count)
         costs, weights = (
@@ -228,20 +234,20 @@ class _GroupBuilder:
             np.array([getattr(arc, end) for arc in arcs], np.int64) for end in ("src", "dst")
         )
         useful = np.zeros(num * (1 + late), bool)
-        useful[[*wanted]] = useful[tails] = True
-        kept = np.array(
+        useful[[*read_layouts]] = useful[tails] = True
+        versions = np.array(
             sorted(layout - num for layout in at_hand if layout >= num and useful[layout - num]),
             np.int64,
         )
-        useful[kept + num] = True
-        sizes = np.concatenate([np.zeros(len(arcs)), np.array(graph.bytes, float)[kept]])
-        tails, heads = np.concatenate([tails, kept + num]), np.concatenate([heads, kept])
+        useful[versions + num] = True
+        sizes = np.concatenate([np.zeros(len(arcs)), np.array(graph.bytes, float)[versions]])
+        tails, heads = np.concatenate([tails, versions + num]), np.concatenate([heads, versions])
         most_s = np.concatenate(
-            [np.full(len(arcs), np.inf), [self._away(v, layout) for layout in kept.tolist()]]
+            [np.full(len(arcs), np.inf), [self._away(v, layout) for layout in versions.tolist()]]
         )
         costs, weights = (
-            np.concatenate([costs, np.zeros(len(kept))]),
-            np.concatenate([weights, np.zeros(len(kept))]),
+            np.concatenate([costs, np.zeros(len(versions))]),
+            np.concatenate([weights, np.zeros(len(versions))]),
         )
         arcs_at_hand = GroupArcs.of(tails, heads, costs, weights, sizes, most_s)
         group = ReaderGroup(v, late, useful, num, arcs_at_hand)
@@ -267,15 +273,15 @@ class _GroupBuilder:
     def _kernel_savings(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
         """Return collective → the largest saving of a kernel in seconds, and the number of kernels
         that could run it."""
-        found: dict[int, tuple[float, int]] = {}
+        savings: dict[int, tuple[float, int]] = {}
         for kernel in self.problem.kernels.get((v, late), ()):
             for hidden in kernel.hides:
                 saved_s = -self._price(
                     saved_load(self.problem, v, late=late, saved_s=hidden.saved_s)
                 )
-                most, num = found.get(hidden.arc, (0.0, 0))
-                found[hidden.arc] = max(most, saved_s), num + 1
-        return found
+                most, num = savings.get(hidden.arc, (0.0, 0))
+                savings[hidden.arc] = max(most, saved_s), num + 1
+        return savings
 
     def _at(self, graph: LayoutGraph, n: int, side: str, position: int) -> Ints:
         """Return the layout of one operand or result, by strategy of an op."""
@@ -327,15 +333,15 @@ def _find_turns(
     before, after = ([0] * len(order) for _ in range(2))
     for group in groups:
         for reader in group.readers:
-            source, own = (
+            source, own_place = (
                 max(s.decision.place for s in group.sources),
                 reader.side.decision.place,
             )
-            if source != own:
-                there[min(source, own)].append((reader, source < own))
-                back[max(source, own)].append((reader, source > own))
+            if source != own_place:
+                there[min(source, own_place)].append((reader, source < own_place))
+                back[max(source, own_place)].append((reader, source > own_place))
             for side in group.sources:
-                first, last = sorted((side.decision.place, own))
+                first, last = sorted((side.decision.place, own_place))
                 after[first] += 1
                 before[last] += 1
     for decision in order:
@@ -422,11 +428,11 @@ class Ascent:
         for turns, order in ((there, self.order), (back, self.order[::-1])):
             for decision in order:
                 for i, (reader, up) in enumerate(turns[decision.place]):
-                    left = decision.share / max(
+                    share = decision.share / max(
                         1.0 - i * decision.share, decision.share
                     )  # so that all neighbours get the same
                     change = reader.raise_worth if up else reader.lower_worth
-                    change(_shares_at(decision, left))
+                    change(_shares_at(decision, share))
 
     def multipliers(self) -> Multipliers:
         """Round the potentials to the precision of plans, and return them with their bound.

@@ -271,8 +271,8 @@ def _price_trees(
     for v, (first, second, keep) in enumerate(moves):
         forward[v], backward[v], kept_now[v] = first, second, keep
         value = problem.values[problem.variants[v].value]
-        own = first.sources if value.resident else ()
-        kept_sizes[v] = sum(value.bytes(n) for n in keep if n not in own)
+        unsaved = first.sources if value.resident else ()
+        kept_sizes[v] = sum(value.bytes(n) for n in keep if n not in unsaved)
         stored[v] = sum(map(value.host_bytes, keep))
         on_host += problem.num_in_flight * problem.variants[v].count * stored[v]
     kept_bytes = sum(problem.variants[v].count * size for v, size in kept_sizes.items())

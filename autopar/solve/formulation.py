@@ -245,26 +245,29 @@ class Formulation(KernelRows):
             later[layout] = list(supply[layout]) if free else []
             if value.keepable is None or layout in value.keepable:
                 self.keep[v, layout] = keep = self._binary(f"k{v}_{layout}")
-                kept: Terms = [(keep, 1), *self._host_terms(v, layout)]
+                kept_terms: Terms = [(keep, 1), *self._host_terms(v, layout)]
                 self._row(
                     (KEEP, v, layout),
-                    merge_terms([*kept, *((variable, -c) for variable, c in sources)]),
+                    merge_terms([*kept_terms, *((variable, -c) for variable, c in sources)]),
                     AT_MOST,
                     0,
                 )
                 self._tighter(
                     (v, layout, 0),
-                    [*kept, *((variable, -c) for variable, c in first + arriving.get(layout, []))],
+                    [
+                        *kept_terms,
+                        *((variable, -c) for variable, c in first + arriving.get(layout, [])),
+                    ],
                 )
                 for i, terms in enumerate(self.kernel_terms.scattered.get((v, layout), ())):
-                    self._whole((v, layout, i), [*kept, *terms], supply[layout])
+                    self._whole((v, layout, i), [*kept_terms, *terms], supply[layout])
                 for i, terms in enumerate(self.kernel_terms.unseen.get((v, layout), ())):
-                    self._row((UNSEEN, v, layout, i), [*kept, *terms], AT_MOST, 1)
+                    self._row((UNSEEN, v, layout, i), [*kept_terms, *terms], AT_MOST, 1)
                 if free:
                     self._tighter(
                         (v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)]
                     )
-                later[layout] += kept
+                later[layout] += kept_terms
         if value.op in self.again:
             for layout, terms in self._supply(v, self.again[value.op]).items():
                 later[layout] = later.get(layout, []) + terms
@@ -314,11 +317,11 @@ class Formulation(KernelRows):
             self._kernels(group, arcs, [paid], supply, demands)
             return arriving_flows(graph, arcs, [paid])
         shared = [[self._flow(load) for load in loads]] if len(demands) == 2 else []
-        apart = [[self._flow(load) for load in loads] for _ in demands]
-        for (c, demand), own in zip(demands.items(), apart, strict=True):
-            self._balance((*group, c), arcs, supply, demand, [*shared, own])
-        self._kernels(group, arcs, [*shared, *apart], supply, demands)
-        return arriving_flows(graph, arcs, [*shared, *apart])
+        separate = [[self._flow(load) for load in loads] for _ in demands]
+        for (c, demand), reader_flows in zip(demands.items(), separate, strict=True):
+            self._balance((*group, c), arcs, supply, demand, [*shared, reader_flows])
+        self._kernels(group, arcs, [*shared, *separate], supply, demands)
+        return arriving_flows(graph, arcs, [*shared, *separate])
 
     def _balance(
         self,
@@ -343,12 +346,12 @@ class Formulation(KernelRows):
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Return the left side of a budget row without its reserve, in bytes."""
         values = [self.problem.values[variant.value] for variant in self.problem.variants]
-        held, fetched = dict(row.held), dict(row.fetched)
-        kept = [
+        held_factors, fetched = dict(row.held), dict(row.fetched)
+        kept_terms = [
             (
                 variable,
                 float(
-                    held.get(v, 0) * values[v].bytes(version)
+                    held_factors.get(v, 0) * values[v].bytes(version)
                     + fetched.get(v, 0) * values[v].host_bytes(version)
                 ),
             )
@@ -365,7 +368,7 @@ class Formulation(KernelRows):
             (variable, float(self.problem.regions[region]))
             for region, variable in self.regions.items()
         ]
-        return live + [(v, c) for v, c in (*kept, *again, *shared) if c]
+        return live + [(v, c) for v, c in (*kept_terms, *again, *shared) if c]
 
     def add_budget(self, row: BudgetRow) -> None:
         """Add a budget row, in shares of the budget."""
@@ -386,14 +389,14 @@ class Formulation(KernelRows):
             for n, row in self.again.items()
             if sum(values[v.name] for v in row) > 0.5
         }
-        kept: dict[int, tuple[int, ...]] = {}
+        kept_versions: dict[int, tuple[int, ...]] = {}
         for (v, layout), variable in self.keep.items():
             if values[variable.name] > 0.5:
-                kept[v] = (*kept.get(v, ()), layout)
+                kept_versions[v] = (*kept_versions.get(v, ()), layout)
         return (
             strategies,
             recomputed,
-            kept,
+            kept_versions,
             frozenset(b for b, variable in self.regions.items() if values[variable.name] > 0.5),
         )
 

@@ -129,8 +129,8 @@ class SimplexWork:
 
     def steps_left(self, num_columns: int) -> int:
         """Compute the simplex steps that a run with this number of columns may take."""
-        left = (self.most - self.spent) / max(num_columns, 1)
-        return int(min(max(left, _BEGINNING), _MOST))
+        steps = (self.most - self.spent) / max(num_columns, 1)
+        return int(min(max(steps, _BEGINNING), _MOST))
 
 
 log = logging.getLogger("autopar")
@@ -248,10 +248,10 @@ class Engine:
 
     def again(self, time_limit_s: float = math.inf) -> Engine:
         """Copy the engine with its costs and its vertex for another search."""
-        found = copy.copy(self)
-        found.cost = self.cost.copy()
-        found.limit = TimeLimit(time_limit_s)
-        return found
+        copied = copy.copy(self)
+        copied.cost = self.cost.copy()
+        copied.limit = TimeLimit(time_limit_s)
+        return copied
 
     def begin(self, duals: Floats) -> None:
         """Set the duals of the program's rows from which relaxations start."""
@@ -521,8 +521,8 @@ class Live:
         self._engine.limit.note(status)
         if status == _STATUS.kInfeasible:
             return None
-        found = self._begun.duals(np.array(solution.row_dual))
-        bound, reduced, duals = reduced_costs(self.cost, self.rows, found, lower, upper)
+        duals_of_rows = self._begun.duals(np.array(solution.row_dual))
+        bound, reduced, duals = reduced_costs(self.cost, self.rows, duals_of_rows, lower, upper)
         ended = status == _STATUS.kIterationLimit
         return Point(
             bound,

@@ -201,11 +201,16 @@ class KernelRows:
         for (n, s), route in self.problem.routes.items():
             for again, variables in ((False, self.x[n]), (True, self.again.get(n))):
                 if variables:
-                    taken = self._flow(routed_load(self.problem, n, route.saved_s, again=again))
+                    route_flow = self._flow(
+                        routed_load(self.problem, n, route.saved_s, again=again)
+                    )
                     needed = variables[s], *(self._region(region) for region in route.regions)
                     for i, variable in enumerate(needed):
                         self._row(
-                            (ROUTE, n, s, int(again), i), [(taken, 1), (variable, -1)], AT_MOST, 0
+                            (ROUTE, n, s, int(again), i),
+                            [(route_flow, 1), (variable, -1)],
+                            AT_MOST,
+                            0,
                         )
 
     def _region(self, region: int) -> Column:

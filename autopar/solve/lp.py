@@ -81,9 +81,9 @@ class Model:
 
     def minimise(self, costs: Costs) -> None:
         """Replace the costs of all columns. The cost of columns that are not listed is 0."""
-        found = np.zeros(len(self.columns))
-        found[costs[0]] = costs[1]
-        self.costs = array("d", found.tobytes())
+        column_costs = np.zeros(len(self.columns))
+        column_costs[costs[0]] = costs[1]
+        self.costs = array("d", column_costs.tobytes())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,9 +128,9 @@ class Rows:
 
     def most(self, num_columns: int) -> Floats:
         """Return the largest entry of each column; 0 if there is none."""
-        found = np.zeros(num_columns)
-        np.maximum.at(found, self.indices, self.values)
-        return found
+        largest = np.zeros(num_columns)
+        np.maximum.at(largest, self.indices, self.values)
+        return largest
 
     def only(self, columns: Columns) -> Rows:
         """Return the rows restricted to some columns, which are renumbered. The other columns are

@@ -54,13 +54,13 @@ class BudgetRow:
             held_bytes: variant → bytes that one instance keeps on the device.
             stored_bytes: variant → bytes that one instance stores on the hosts.
         """
-        kept = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(
+        kept_bytes = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(
             num * stored_bytes.get(v, 0) for v, num in self.fetched
         )
         again = sum(sizes[recomputed[op]] for op, sizes in self.again if op in recomputed)
         return (
             static_bytes
-            + kept
+            + kept_bytes
             + sum(sizes[strategies[op]] for op, sizes in self.live)
             + again
             + self.reserve_bytes
@@ -92,7 +92,9 @@ def unsure_bytes(problem: Problem, row: BudgetRow) -> int:
 def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     """List all budget rows: (6), (7), then one per moment."""
     others = problem.num_in_flight - 1
-    kept = tuple((v, variant.count * (1 + others)) for v, variant in enumerate(problem.variants))
+    kept_factors = tuple(
+        (v, variant.count * (1 + others)) for v, variant in enumerate(problem.variants)
+    )
     gradients = tuple(
         (index, tuple(op.count * s.gradient_bytes for s in op.strategies))
         for index, op in enumerate(problem.ops)
@@ -111,7 +113,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
         for m in problem.moments
     )
     return (
-        BudgetRow(KEPT_ROW, kept, sums, 0),
+        BudgetRow(KEPT_ROW, kept_factors, sums, 0),
         BudgetRow(GRADIENT_ROW, (), gradients, 0),
         *moments,
     )

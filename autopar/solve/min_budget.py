@@ -63,7 +63,7 @@ def least_budget(
     engine = Engine(program.model, time_limit_s)
     rows = budget_rows(problem)
     active, bound = [0, 1], 0.0
-    found = Least(0)
+    least = Least(0)
     for _ in range(_ROUNDS):
         matrix = _matrix(program, engine, [rows[r] for r in active], most, unit)
         relaxation = engine.relax(matrix)
@@ -75,13 +75,13 @@ def least_budget(
         choices, sizes = _plan(problem, program, engine, matrix, relaxation)
         if choices is None:
             break
-        if found.choices is None or max(sizes) < found.size_bytes:
-            found = Least(0, max(sizes), choices)
+        if least.choices is None or max(sizes) < least.size_bytes:
+            least = Least(0, max(sizes), choices)
         broken = [r for r, size in enumerate(sizes) if size == max(sizes) and r not in active]
         if not broken:
             break
         active += broken
-    return Least(int(np.ceil(bound * unit * (1 - 1e-6))), found.size_bytes, found.choices)
+    return Least(int(np.ceil(bound * unit * (1 - 1e-6))), least.size_bytes, least.choices)
 
 
 @dataclass
@@ -97,8 +97,8 @@ class Lightest:
         self._peak = self.program.model.add_column("peak")
         self._most, self._unit = _most(self.problem), _unit(self.problem)
         self._matrix: Rows | None = None
-        found = self._relax(1.0, 0.0)[2]
-        self._least = 0.0 if found is None else found.bound
+        relaxed = self._relax(1.0, 0.0)[2]
+        self._least = 0.0 if relaxed is None else relaxed.bound
         self._fastest: float | None = None
 
     @property
@@ -110,8 +110,8 @@ class Lightest:
         """Find a plan with a weight of time against memory, both relative to their minimum; None if
         none was found."""
         if self._fastest is None:
-            found = self._relax(0.0, 1.0)[2]
-            self._fastest = 0.0 if found is None else found.bound
+            relaxed = self._relax(0.0, 1.0)[2]
+            self._fastest = 0.0 if relaxed is None else relaxed.bound
         if not self._fastest > 0.0:
             return None
         engine, matrix, relaxation = self._relax(1.0, weight * self._least / self._fastest)
@@ -138,7 +138,7 @@ class Lightest:
 def _most(problem: Problem) -> float:
     """Return an upper bound of all rows, in bytes."""
     rows = budget_rows(problem)
-    kept = sum(
+    kept_bytes = sum(
         variant.count * sum(problem.values[variant.value].graph.bytes)
         for variant in problem.variants
     )
@@ -149,7 +149,7 @@ def _most(problem: Problem) -> float:
     live = sum(max(*sizes, 0) for row in rows for _, sizes in (*row.live, *row.again))
     return float(
         max(
-            kept
+            kept_bytes
             + sum(per_op)
             + live
             + sum(problem.regions)
@@ -212,12 +212,12 @@ def _plan(
     """Return a plan with a small peak, and its budget rows; None and no rows if there is none."""
     for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
-        found = engine.solve_restricted(
+        answer = engine.solve_restricted(
             columns, matrix, gap=1e-3, target=-np.inf, max_nodes=_NODES, quick=quick
         )
-        if found.values is not None:
+        if answer.values is not None:
             chosen = program.read_choices(
-                dict(zip(engine.names, found.values.tolist(), strict=True))
+                dict(zip(engine.names, answer.values.tolist(), strict=True))
             )
             evaluation = evaluate(problem, *chosen)
             strategies, recomputed, _, regions = chosen

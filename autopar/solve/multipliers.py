@@ -80,20 +80,20 @@ def multipliers(
     kinds = np.array([key[0] for key in program.keys])
     least = _LEAST * float(np.abs(cost).max(initial=0.0))
     known = _round_duals(np.where((kinds == FLOW) & (duals[:num] > least), duals[:num], 0.0))
-    cuts, kept = (
+    cuts, versions_kept = (
         tighter(program, engine),
         engine.rows.indices[engine.rows.starts[:-1][kinds == KEEP]],
     )
-    versions = np.zeros(len(program.tighter)), np.zeros(len(kept))
+    versions = np.zeros(len(program.tighter)), np.zeros(len(versions_kept))
     if len(duals) > num:
         all_duals = np.concatenate([duals, np.array([*prices.values()])])
         reduced = proof(cost, engine.rows.plus(cuts).plus(budget), all_duals)[1]
-        versions = duals[num:], np.minimum(0.0, reduced[kept])
+        versions = duals[num:], np.minimum(0.0, reduced[versions_kept])
     tight = [_round_duals(np.where(y < -least, y, 0.0)) for y in versions]
     few = min(prices.values(), default=0.0) * _LEAST_PRICE
     worth = _round_duals(np.array([y if y < min(few, -least) else 0.0 for y in prices.values()]))
     once = Rows.of(
-        [([int(k)], [1.0], -np.inf, 1.0) for k in kept]
+        [([int(k)], [1.0], -np.inf, 1.0) for k in versions_kept]
     )  # k[v,l] ≤ 1, in the order of rows (4)
     further, theirs = cuts.plus(once).plus(budget), np.concatenate([*tight, worth])
     bound, reduced, _ = proof(
@@ -189,23 +189,23 @@ def _of_kept(
 ) -> Floats:
     """Compute, per row (4), the least reduced cost of its versions, which are the first columns: on
     the devices, then on the hosts."""
-    found = np.zeros(len(program.keys))
+    least_costs = np.zeros(len(program.keys))
     for i, key in enumerate(program.keys):
         if key[0] == KEEP:
             variant = program.problem.variants[key[1]]
             value, at = program.problem.values[variant.value], int(first[i])
             both = 2 if (key[1], value.stored_version(key[2])) in program.keep else 1
-            found[i] = reduced[rows.indices[at : at + both]].min()
-    return found
+            least_costs[i] = reduced[rows.indices[at : at + both]].min()
+    return least_costs
 
 
 def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) -> Floats:
     """Compute, per row, the least reduced cost among the columns whose entry has this sign."""
-    found = []
+    least_costs = []
     for i in np.flatnonzero(which):
         here = slice(rows.starts[i], rows.starts[i + 1])
-        found.append(reduced[rows.indices[here]][rows.values[here] * sign > 0.0].min())
-    return np.array(found, float)
+        least_costs.append(reduced[rows.indices[here]][rows.values[here] * sign > 0.0].min())
+    return np.array(least_costs, float)
 
 
 def quickest(problem: Problem) -> Multipliers | None:

@@ -37,17 +37,17 @@ def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[i
         start: indices of layouts.
         backwards: whether to follow arcs backwards.
     """
-    seen, stack = set(start), list(start)
+    reached, stack = set(start), list(start)
     steps: dict[int, list[int]] = {}
     for arc in graph.arcs:
         a, b = (arc.dst, arc.src) if backwards else (arc.src, arc.dst)
         steps.setdefault(a, []).append(b)
     while stack:
         for after in steps.get(stack.pop(), []):
-            if after not in seen:
-                seen.add(after)
+            if after not in reached:
+                reached.add(after)
                 stack.append(after)
-    return seen
+    return reached
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ def arriving_flows(
         arcs: indices of collectives.
         flows: lists of columns, one column per arc.
     """
-    found: Demand = {}
+    flows_by_layout: Demand = {}
     for flow in flows:
         for a, variable in zip(arcs, flow, strict=True):
-            found.setdefault(graph.arcs[a].dst, []).append((variable, 1))
-    return found
+            flows_by_layout.setdefault(graph.arcs[a].dst, []).append((variable, 1))
+    return flows_by_layout
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ _MOST = 4  # largest number of listed layouts
 
 def refusal(problem: Problem) -> InfeasibleError:
     """Return the error for a problem without a legal assignment."""
-    what = "no legal assignment of layouts exists"
-    found = next(_refusals(problem), "")
+    message = "no legal assignment of layouts exists"
+    reason = next(_refusals(problem), "")
     remedy = "relax the constraints; each op needs a strategy that satisfies them"
-    return InfeasibleError(f"{what}: {found}" if found else what, remedy=remedy)
+    return InfeasibleError(f"{message}: {reason}" if reason else message, remedy=remedy)
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
@@ -130,15 +130,15 @@ def _find_unreached(problem: Problem, variant: Variant) -> Iterator[str]:
     is computed."""
     value = problem.values[variant.value]
     graph = value.graph
-    made = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]
-    there = reach(graph, [graph.index[layout] for layout in made], backwards=False)
+    made_layouts = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]
+    there = reach(graph, [graph.index[layout] for layout in made_layouts], backwards=False)
     for use in variant.uses:
         op = problem.ops[use.op]
         read = [s.layouts.inputs[use.operand] for s in op.strategies]
         if not any(graph.index[layout] in there for layout in read):
             yield (
                 f"{op.key} reads {value.key} as {_text(read)}, but no collectives lead to it from"
-                f" {_text(made)}"
+                f" {_text(made_layouts)}"
             )
 
 

@@ -112,10 +112,10 @@ def pick_kernels(
     for kernel in kernels:
         for hidden in kernel.hides:
             arc = graph.arcs[hidden.arc]
-            whole = arc.collective.kind != "reduce_scatter" or (
+            moves_full_tensor = arc.collective.kind != "reduce_scatter" or (
                 arc.src not in wanted and starting.count(arc.src) == 1
             )
-            if (arc.src, arc.dst) in at and whole:
+            if (arc.src, arc.dst) in at and moves_full_tensor:
                 offers.append(
                     (
                         -hidden.saved_s,
@@ -126,14 +126,14 @@ def pick_kernels(
                         bool(kernel.also),
                     )
                 )
-    found: dict[int, Taken] = {}
+    kernels_of_arcs: dict[int, Taken] = {}
     busy: set[tuple[int, bool]] = set()
     for _, op, again, a, hidden, norms in sorted(offers, key=lambda offer: offer[:4]):
         position = at[graph.arcs[a].src, graph.arcs[a].dst]
-        if position not in found and (op, again) not in busy:
-            found[position] = Taken(op, again, hidden, norms)
+        if position not in kernels_of_arcs and (op, again) not in busy:
+            kernels_of_arcs[position] = Taken(op, again, hidden, norms)
             busy.add((op, again))
-    return found
+    return kernels_of_arcs
 
 
 def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
@@ -171,18 +171,18 @@ def without_clashes(
     """
     both = dict(forward), dict(backward)
     saved: dict[tuple[int, bool], dict[str, float]] = {}
-    for v, _, kind, each in _all(both):
-        sums = saved.setdefault((each.op, each.again), {})
-        sums[kind] = sums.get(kind, 0.0) + problem.variants[v].count * each.hidden.saved_s
+    for v, _, kind, use in _all(both):
+        sums = saved.setdefault((use.op, use.again), {})
+        sums[kind] = sums.get(kind, 0.0) + problem.variants[v].count * use.hidden.saved_s
     ways = {
         product: min(sums, key=lambda kind: (-sums[kind], kind))
         for product, sums in saved.items()
         if len(sums) > 1
     }
-    for v, moves, kind, each in list(_all(both)) if ways else ():
-        if ways.get((each.op, each.again), kind) != kind:
-            left = {i: t for i, t in moves[v].taken.items() if t != each}
-            moves[v] = replace(moves[v], taken=left)  # type: ignore[type-var]  # a frozen dataclass
+    for v, moves, kind, use in list(_all(both)) if ways else ():
+        if ways.get((use.op, use.again), kind) != kind:
+            rest = {i: t for i, t in moves[v].taken.items() if t != use}
+            moves[v] = replace(moves[v], taken=rest)  # type: ignore[type-var]  # a frozen dataclass
     return both
 
 
@@ -203,15 +203,15 @@ def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
     if regions is None or len(regions) == len(problem.regions):
         return problem
     routes = {
-        where: route for where, route in problem.routes.items() if regions.issuperset(route.regions)
+        key: route for key, route in problem.routes.items() if regions.issuperset(route.regions)
     }
     kernels: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
-    for where, offered in problem.kernels.items():
-        left = (
+    for key, offered in problem.kernels.items():
+        kernels_here = (
             replace(k, hides=tuple(h for h in k.hides if h.region is None or h.region in regions))
             for k in offered
         )
-        kernels[where] = tuple(k for k in left if k.hides)
+        kernels[key] = tuple(k for k in kernels_here if k.hides)
     return replace(problem, kernels=kernels, routes=routes)
 
 
@@ -220,5 +220,5 @@ def _all(
 ) -> Iterator[tuple[int, dict[int, M], str, Taken]]:
     for moves in phases:
         for v, here in moves.items():
-            for i, each in here.taken.items():
-                yield v, moves, here.arcs[i].collective.kind, each
+            for i, use in here.taken.items():
+                yield v, moves, here.arcs[i].collective.kind, use

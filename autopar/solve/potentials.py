@@ -164,10 +164,10 @@ class GroupArcs:
         """
         to, starts = self._to
         while len(to):
-            found = np.minimum.reduceat(least[self.tails] + costs, starts)
-            if not (found < least[to]).any():
+            reached = np.minimum.reduceat(least[self.tails] + costs, starts)
+            if not (reached < least[to]).any():
                 break
-            least[to] = np.minimum(least[to], found)
+            least[to] = np.minimum(least[to], reached)
         return least
 
     def draw(self, most: Floats, costs: Floats) -> Floats:
@@ -184,10 +184,10 @@ class GroupArcs:
         come, starts = self._from
         heads, costs = self.heads[self._by_tail], costs[self._by_tail]
         while len(come):
-            found = np.maximum.reduceat(most[heads] - costs, starts)
-            if not (found > most[come]).any():
+            reached = np.maximum.reduceat(most[heads] - costs, starts)
+            if not (reached > most[come]).any():
                 break
-            most[come] = np.maximum(most[come], found)
+            most[come] = np.maximum(most[come], reached)
         return most
 
 
@@ -284,11 +284,11 @@ class ReaderGroup:
             return [*worths]
         to, at = self.arcs.heads[keeps], self.arcs.tails[keeps]
         total = sum(worths, np.zeros(len(self.useful)))[to]
-        left = np.maximum(0.0, total - self.costs[keeps]) / np.where(total > 0.0, total, 1.0)
-        found = [worth.copy() for worth in worths]
-        for worth in found:
-            worth[at] = worth[to] * left
-        return found
+        factor = np.maximum(0.0, total - self.costs[keeps]) / np.where(total > 0.0, total, 1.0)
+        lowered = [worth.copy() for worth in worths]
+        for worth in lowered:
+            worth[at] = worth[to] * factor
+        return lowered
 
     def lost(self) -> float:
         """Return the seconds of the bound that are lost because potentials rise by more than the
@@ -331,16 +331,18 @@ class PricedReader:
             more[source.layouts] = np.minimum(
                 more[source.layouts], share(source.decision) * source.leeway()
             )
-        found = self.group.arcs.spread(self.worth + more, self._room())
-        self.set(np.where(np.isinf(found), self.worth, found))
+        reached = self.group.arcs.spread(self.worth + more, self._room())
+        self.set(np.where(np.isinf(reached), self.worth, reached))
 
     def lower_worth(self, share: Share) -> None:
         """Lower π by a share of the reader's leeway (see the module docstring)."""
-        found, at = np.full(len(self.worth), -np.inf), self.side.layouts
-        found[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
-        found = self.group.arcs.draw(found, self._room())
-        floor = 0.0 if self.group.late else float(found[np.isfinite(found)].min())
-        self.set(np.where(np.isinf(found), np.minimum(self.worth, floor), np.maximum(found, floor)))
+        reached, at = np.full(len(self.worth), -np.inf), self.side.layouts
+        reached[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
+        reached = self.group.arcs.draw(reached, self._room())
+        floor = 0.0 if self.group.late else float(reached[np.isfinite(reached)].min())
+        self.set(
+            np.where(np.isinf(reached), np.minimum(self.worth, floor), np.maximum(reached, floor))
+        )
 
     def set(self, worth: Floats) -> None:
         """Set the potentials, and update the costs of decisions and the rises."""

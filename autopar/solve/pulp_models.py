@@ -83,8 +83,8 @@ class PulpSolver:
             AutoparError: if there is a time limit and the solver does not support one.
         """
         settings: dict[str, Any] = {"msg": False}
-        wanted = {"gapRel": gap, "threads": 1}
-        settings |= {name: value for name, value in wanted.items() if name in self.takes}
+        options = {"gapRel": gap, "threads": 1}
+        settings |= {name: value for name, value in options.items() if name in self.takes}
         if math.isfinite(time_limit_s):
             if "timeLimit" not in self.takes:
                 remedy = "remove time_limit_s, or pass another solver"
@@ -113,17 +113,17 @@ def pulp_solver(name: str) -> PulpSolver:
     Raises:
         AutoparError: if PuLP knows no such solver, or if it is not installed.
     """
-    wanted = name.lower().removeprefix(_PREFIX)
+    requested = name.lower().removeprefix(_PREFIX)
     known = [
-        each
-        for each in dict.fromkeys(pulp.listSolvers())
-        if wanted in (each.lower(), _family(each))
+        solver_name
+        for solver_name in dict.fromkeys(pulp.listSolvers())
+        if requested in (solver_name.lower(), _family(solver_name))
     ]
-    known.sort(key=lambda each: (each.lower() != wanted, each != _BUNDLED))
+    known.sort(key=lambda each: (each.lower() != requested, each != _BUNDLED))
     usable = available() if known else ()
-    for each in known:
-        if each in usable:
-            return PulpSolver(each, _solver_parameters(each))
+    for solver_name in known:
+        if solver_name in usable:
+            return PulpSolver(solver_name, _solver_parameters(solver_name))
     raise _refusal(name, known)
 
 
@@ -151,10 +151,10 @@ def _refusal(name: str, known: Sequence[str]) -> AutoparError:
     remedy = f"pass one of the available solvers: {here}"
     if not known:
         return AutoparError(f"unknown solver {name!r}", remedy=remedy)
-    what = f"solver {name!r} ({' or '.join(known)} in PuLP) is not installed"
+    message = f"solver {name!r} ({' or '.join(known)} in PuLP) is not installed"
     if _BUNDLED in known:
-        what += ": PuLP includes no CBC for this platform, and no other CBC was found"
-    return AutoparError(what, remedy=f"install it so that PuLP finds it, or {remedy}")
+        message += ": PuLP includes no CBC for this platform, and no other CBC was found"
+    return AutoparError(message, remedy=f"install it so that PuLP finds it, or {remedy}")
 
 
 def _family(name: str) -> str:
@@ -205,9 +205,9 @@ def solve_modelled(
         answer = _solve_once(program.model, backend, gap, left_s, free)
         if answer is None:
             return None
-        strategies, recomputed, kept, regions = program.read_choices(answer.values)
+        strategies, recomputed, kept_versions, regions = program.read_choices(answer.values)
         used_regions = regions if rows.added else None  # they cost nothing without budget rows
-        evaluation = evaluate(problem, strategies, recomputed, kept, used_regions)
+        evaluation = evaluate(problem, strategies, recomputed, kept_versions, used_regions)
         if not rows.num_tightened:  # a tightened row excludes plans from the bound
             bound_s = max(bound_s, answer.bound_s)
             free_s = free_s if rows.are_unsure else bound_s
@@ -296,9 +296,9 @@ def _solve_once(
     try:
         pulp_model.solve(solver.build(gap, left_s))
     except pulp.PulpSolverError as error:
-        what = f"solver {solver.name} failed through PuLP: {error}"
+        message = f"solver {solver.name} failed through PuLP: {error}"
         raise AutoparError(
-            what, remedy="check its installation and licence, or pass another solver"
+            message, remedy="check its installation and licence, or pass another solver"
         ) from error
     if pulp_model.status == pulp.LpStatusInfeasible and free is not None:
         raise refusal(free)

@@ -77,10 +77,10 @@ class _Grouped(Formulation):
                     self._row((AGAIN, n, g), [(v, 1) for v in rows[1]], AT_MOST, 1)
                     self.again.setdefault(n, []).extend(rows[1])
                 for row, again in zip(rows, (False, True), strict=False):
-                    each = enumerate(row) if times else ()
+                    shares = enumerate(row) if times else ()
                     loads = (
                         (x, op_load(self.problem, n, s, again=again).scale(times / op.count))
-                        for s, x in each
+                        for s, x in shares
                     )
                     self.loads += [(x, load) for x, load in loads if load.serial_s]
 
@@ -140,11 +140,11 @@ class _Grouped(Formulation):
 
 
 def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
-    found: dict[int, Terms] = {}
+    terms: dict[int, Terms] = {}
     for group, share in shares.items():
         for s, layout in enumerate(layouts):
-            found.setdefault(layout, []).append((variables[group * len(layouts) + s], share))
-    return found
+            terms.setdefault(layout, []).append((variables[group * len(layouts) + s], share))
+    return terms
 
 
 def relax_problem(
@@ -174,10 +174,10 @@ def relax_problem(
     potentials = {
         key[1:]: round_value(y / SCALE) for key, y in flows if key[0] == FLOW and y > least
     }
-    kept = zip(program.tighter_keys, relaxation.duals[num:].tolist(), strict=True)
+    rows = zip(program.tighter_keys, relaxation.duals[num:].tolist(), strict=True)
     versions = {
         (v, layout): round_value(-y / SCALE)
-        for (v, layout, which), y in kept
+        for (v, layout, which), y in rows
         if not which and -y > least
     }
     return Multipliers(

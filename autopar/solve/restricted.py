@@ -108,11 +108,11 @@ class Climb:
 
     def over(self, columns: Columns) -> list[int]:
         """Search quickly for a plan over some columns, if they were not searched before."""
-        seen = np.packbits(columns).tobytes(), tuple(self.extra.active)
-        if seen in self._seen:
+        key = np.packbits(columns).tobytes(), tuple(self.extra.active)
+        if key in self._seen:
             return []
-        self._seen.add(seen)
-        found = self.extra.engine.solve_restricted(
+        self._seen.add(key)
+        answer = self.extra.engine.solve_restricted(
             columns,
             self.extra.matrix(self.extra.active),
             gap=min(self.gap / 10, 1e-3),
@@ -121,7 +121,7 @@ class Climb:
             start=self._start(columns),
             quick=True,
         )
-        return self.plans.offer(found.values) if found.values is not None else []
+        return self.plans.offer(answer.values) if answer.values is not None else []
 
     def prove(self, max_nodes: int, point: Point | None = None) -> list[int]:
         """Solve the program over all columns that could belong to a better plan, if these are few
@@ -143,18 +143,20 @@ class Climb:
         columns = self.extra.with_excess(relaxation.reduced <= room + 1e-9 * abs(relaxation.bound))
         if self._has_plan and columns.sum() > SMALL:
             return []
-        whole = ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
-        found = self.extra.engine.solve_restricted(
+        useless = (
+            ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
+        )
+        answer = self.extra.engine.solve_restricted(
             columns,
             budget,
             gap=self.gap,
             target=-np.inf,
             max_nodes=max_nodes,
             start=self._start(columns),
-            whole=whole,
+            whole=useless,
         )
-        proven = min(found.bound, self.plans.best_s * SCALE)
-        broken = [] if found.values is None else self.plans.offer(found.values)
+        proven = min(answer.bound, self.plans.best_s * SCALE)
+        broken = [] if answer.values is None else self.plans.offer(answer.values)
         self.proven.rise(proven)
         return broken
 
@@ -230,25 +232,25 @@ def sift_balances(
     """
     lines = Rows.of([excess.line(engine, phase) for phase in phases])
     waiting, best = [*first], -np.inf
-    small, kept = np.zeros((2, len(engine.names)), bool)
-    kept[excess.columns(engine)] = True
+    small, selected = np.zeros((2, len(engine.names)), bool)
+    selected[excess.columns(engine)] = True
     for _ in range(_ROUNDS):
         balance = waiting.pop(0)
         live.reprice(engine.costs(program.costs(balance)))
-        point = live.solve(np.zeros(len(kept)), np.ones(len(kept)))
+        point = live.solve(np.zeros(len(selected)), np.ones(len(selected)))
         if point is None or not len(point.values):
             return
         small |= point.reduced <= _SMALL * abs(point.bound)
-        kept |= point.reduced <= _USEFUL * abs(point.bound)
+        selected |= point.reduced <= _USEFUL * abs(point.bound)
         yield Sifted(point, balance, small.copy())
         best = max(best, point.bound)
         if waiting:
             continue
-        part = engine.part(kept, live.rows.plus(lines))
+        part = engine.part(selected, live.rows.plus(lines))
         if part is None:
             return
-        mixture = np.zeros(len(kept))
-        mixture[kept] = part.values
+        mixture = np.zeros(len(selected))
+        mixture[selected] = part.values
         learn_mixture(mixture)
         if part.bound - best <= _NEAR * abs(best):
             return
@@ -299,16 +301,16 @@ class Beginning:
             budget_row: name of the budget row.
             position: the position of that row, among the further ones.
         """
-        best_s, found, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s
+        best_s, price_s, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s
         most_s = _MOST * self.ascent.bound_s
         while worth_s <= most_s:
             self._go_on(budget_row, worth_s)
             if self.ascent.bound_s <= best_s:
                 break
-            best_s, found, worth_s = self.ascent.bound_s, worth_s, 2.0 * worth_s
-        self._go_on(budget_row, found)
+            best_s, price_s, worth_s = self.ascent.bound_s, worth_s, 2.0 * worth_s
+        self._go_on(budget_row, price_s)
         theirs = np.zeros(len(further.lower))
-        theirs[position] = -found * SCALE
+        theirs[position] = -price_s * SCALE
         return np.concatenate([self._duals(further, theirs), theirs])
 
     def _go_on(self, budget_row: str, worth_s: float) -> None:

@@ -33,26 +33,30 @@ class SmallerProblem:
             whole: the problem.
             excluded: op → excluded strategies; each op keeps at least one.
         """
-        kept = {
+        strategies_left = {
             n: tuple(s for s in range(len(whole.ops[n].strategies)) if s not in out)
             for n, out in excluded.items()
         }
-        numbers = {(n, s): new for n, each in kept.items() for new, s in enumerate(each)}
+        numbers = {(n, s): new for n, each in strategies_left.items() for new, s in enumerate(each)}
         problem = replace(
             whole,
-            ops=tuple(_with_strategies(op, kept.get(n)) for n, op in enumerate(whole.ops)),
-            moments=tuple(_smaller_moment(moment, kept) for moment in whole.moments),
+            ops=tuple(
+                _with_strategies(op, strategies_left.get(n)) for n, op in enumerate(whole.ops)
+            ),
+            moments=tuple(_smaller_moment(moment, strategies_left) for moment in whole.moments),
             kernels={
-                where: tuple(filter(None, (_smaller_kernel(k, kept, numbers) for k in offered)))
+                where: tuple(
+                    filter(None, (_smaller_kernel(k, strategies_left, numbers) for k in offered))
+                )
                 for where, offered in whole.kernels.items()
             },
             routes={
-                (n, numbers[n, s] if n in kept else s): route
+                (n, numbers[n, s] if n in strategies_left else s): route
                 for (n, s), route in whole.routes.items()
-                if n not in kept or (n, s) in numbers
+                if n not in strategies_left or (n, s) in numbers
             },
         )
-        return SmallerProblem(problem, kept)
+        return SmallerProblem(problem, strategies_left)
 
     def at_moments(self, whole: Problem) -> SmallerProblem:
         """Return the same problem with the moments of another whole problem that differs in its

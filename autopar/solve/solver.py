@@ -31,10 +31,12 @@ def without_idle(problem: Problem, choices: Solution) -> Solution:
         return choices
     evaluation = evaluate_choices(problem, choices)
     while idle := _idle(problem, choices.recomputed, evaluation):
-        left = {op: s for op, s in choices.recomputed.items() if op not in idle}
-        evaluation = evaluate(problem, choices.strategies, left, evaluation.kept, choices.regions)
+        remaining = {op: s for op, s in choices.recomputed.items() if op not in idle}
+        evaluation = evaluate(
+            problem, choices.strategies, remaining, evaluation.kept, choices.regions
+        )
         choices = replace(
-            choices, recomputed=left, kept=evaluation.kept, objective_s=evaluation.objective_s
+            choices, recomputed=remaining, kept=evaluation.kept, objective_s=evaluation.objective_s
         )
     return choices
 

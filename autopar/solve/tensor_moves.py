@@ -163,12 +163,12 @@ def moves_of(
 
 def _without_kernels_of(moves: Redistribution, layouts: set[int]) -> Redistribution:
     """Return the collectives without the kernels that leave out one of these layouts."""
-    taken = {
+    kernels = {
         i: kernel
         for i, kernel in moves.taken.items()
         if not unseen_layouts(moves.arcs, {i: kernel}) & layouts
     }
-    return replace(moves, taken=taken)
+    return replace(moves, taken=kernels)
 
 
 def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
@@ -299,11 +299,11 @@ class _ChosenVariant:
     def ends_in_own_phase(self) -> _Ends:
         """Return the layouts between which the tensor moves in the phase that computes it."""
         problem, value, (strategies, _) = self.problem, self.value, self.chosen
-        made = _layout_made(problem, value, strategies[value.op])
+        made_layout = _layout_made(problem, value, strategies[value.op])
         rests = problem.ops[value.op].kind != "compute"
         uses = [u for u in problem.variants[self.v].uses if u.phase == value.phase]
-        wanted, awaited = _layouts_wanted(problem, value.graph, uses, strategies)
-        return _Ends({made}, wanted, {made} if rests else set(), awaited)
+        read_layouts, awaited = _layouts_wanted(problem, value.graph, uses, strategies)
+        return _Ends({made_layout}, read_layouts, {made_layout} if rests else set(), awaited)
 
     def reads_in_backward(self) -> _BackwardReads:
         """Return what backward reads of a forward value."""
@@ -311,7 +311,7 @@ class _ChosenVariant:
         uses = problem.variants[self.v].uses
         later = [u for u in uses if u.phase != value.phase]
         repeated = [u for u in uses if u.phase == value.phase and u.again and u.op in recomputed]
-        wanted, awaited = _layouts_wanted(problem, value.graph, later, strategies)
+        read_layouts, awaited = _layouts_wanted(problem, value.graph, later, strategies)
         wanted_again, awaited_again = _layouts_wanted(problem, value.graph, repeated, recomputed)
         resident, remade = set[int](), set[int]()
         if value.resident:
@@ -319,7 +319,7 @@ class _ChosenVariant:
         if value.op in recomputed:
             remade.add(_layout_made(problem, value, recomputed[value.op]))
         return _BackwardReads(
-            self, wanted | wanted_again, awaited | awaited_again, resident, remade
+            self, read_layouts | wanted_again, awaited | awaited_again, resident, remade
         )
 
     def redistribute(self, late: bool, ends: _Ends) -> Redistribution:
@@ -330,12 +330,12 @@ class _ChosenVariant:
             late: whether backward reads a forward value.
             ends: the layouts between which the tensor moves.
         """
-        problem, v, value, wanted = self.problem, self.v, self.value, ends.wanted
+        problem, v, value, read_layouts = self.problem, self.v, self.value, ends.wanted
         kernels = usable(problem, v, late, self.chosen)
         saved_s = most_saved(value.graph, kernels)
         costs = tree_costs(problem, v, late=late, saved_s=saved_s, balance=self.balance)
-        tree = cheapest_tree(value.graph, {*ends.sources, *ends.stored}, wanted, costs)
-        begun = {arc.src for arc in tree} | wanted
+        tree = cheapest_tree(value.graph, {*ends.sources, *ends.stored}, read_layouts, costs)
+        begun = {arc.src for arc in tree} | read_layouts
         fetches = tuple(
             _copy(value, value.stored_version(n), "fetch")
             for n in sorted(ends.stored)
@@ -346,19 +346,21 @@ class _ChosenVariant:
         return Redistribution(
             tuple(sorted(ends.sources)),
             arcs,
-            tuple(sorted(wanted)),
+            tuple(sorted(read_layouts)),
             time_s=sum(arc.seconds(shares=early) for arc in arcs),
             slacks=slacks(arcs, at_hand, ends.awaited),
             early=early,
             load=sum(map(arc_loads(problem, v, late=late), arcs), Load()),
-            taken=pick_kernels(problem, v, arcs, wanted, kernels) if kernels else {},
+            taken=pick_kernels(problem, v, arcs, read_layouts, kernels) if kernels else {},
         )
 
     def without_norms(self, first: Redistribution) -> Redistribution:
         """Return the collectives of the tensor's own phase with kernels of a product only."""
         kernels = [k for k in usable(self.problem, self.v, False, self.chosen) if not k.also]
-        wanted = set(first.wanted)
-        return replace(first, taken=pick_kernels(self.problem, self.v, first.arcs, wanted, kernels))
+        read_layouts = set(first.wanted)
+        return replace(
+            first, taken=pick_kernels(self.problem, self.v, first.arcs, read_layouts, kernels)
+        )
 
 
 @dataclass(frozen=True, slots=True)

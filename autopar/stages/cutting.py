@@ -126,11 +126,11 @@ def _carriers(
             continue
         fitting = [name for name, value in free.items() if _alike(value, gradient)]
         if not fitting:
-            what = (
+            message = (
                 f"{gradient.meta['key']} of shape {tuple(gradient.meta['val'].shape)} would cross a"
                 " cut without a matching activation"
             )
-            raise CutError(what, where=where_of(gradient))
+            raise CutError(message, where=where_of(gradient))
         paired[gradient.name] = free.pop(fitting[-1]).name
     return paired
 
@@ -167,9 +167,9 @@ def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...]
             break
     if usable:
         return usable, place(trace, [p.position for p in usable])
-    why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
+    why, refused_at = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
     raise ConstraintError(
-        f"the model cannot be cut into stages{why}", where=where, remedy=NO_PIPELINE
+        f"the model cannot be cut into stages{why}", where=refused_at, remedy=NO_PIPELINE
     )
 
 
@@ -234,13 +234,13 @@ def seams(trace: Trace, placing: Placing) -> Seams:
             "dropped" if node.name in placing.dropped else placing.stage.get(node.name, "outside")
         )
 
-    apart, exposed = set[str](), set[str]()
+    beside_boundary, exposed = set[str](), set[str]()
     for node in trace.graph.nodes:
         for operand in node.all_input_nodes if node.op == "call_function" else ():
             if side(operand) not in (side(node), "outside"):
-                apart.add(node.name)
+                beside_boundary.add(node.name)
                 exposed.add(operand.name)
-    return Seams(frozenset(apart), frozenset(exposed - placing.copied - placing.dropped))
+    return Seams(frozenset(beside_boundary), frozenset(exposed - placing.copied - placing.dropped))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -481,10 +481,10 @@ class _StageNodes:
     def _parameter(self, p: Parameter, flat: Sequence[fx.Node]) -> Parameter:
         index = None
         if p.name in self.placing.terms:
-            own = [self.env[t.name] for t in self.placing.terms[p.name] if self._mine(t.name)]
-            for term in own:
+            own_terms = [self.env[t.name] for t in self.placing.terms[p.name] if self._mine(t.name)]
+            for term in own_terms:
                 term.meta[TERM] = True
-            index = self._sum(own) if own else None
+            index = self._sum(own_terms) if own_terms else None
         elif p.gradient is not None:
             index = self._add_result(flat[p.gradient].name)
         return replace(p, gradient=index)
@@ -506,14 +506,14 @@ class _StageNodes:
 def _all_paths_reach(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
     """Return whether every path from a node ends at `value` and passes only through nodes in
     `among`."""
-    left, seen = [node], {value}
-    while left:
-        here = left.pop()
-        if here not in seen:
-            seen.add(here)
+    pending, visited = [node], {value}
+    while pending:
+        here = pending.pop()
+        if here not in visited:
+            visited.add(here)
             if not here.users or any(user.name not in among for user in here.users):
                 return False
-            left += here.users
+            pending += here.users
     return True
 
 

@@ -136,13 +136,13 @@ def _nodes_on_parameters(trace: Trace) -> list[tuple[int, fx.Node]]:
 def _points(
     nodes: Iterable[tuple[int, fx.Node]], part_of: Callable[[fx.Node], str]
 ) -> Iterator[CutPoint]:
-    seen: set[str] = set()
+    earlier_parts: set[str] = set()
     for position, node in nodes:
         part = part_of(node)
-        if part not in seen and part:
-            if seen:
+        if part not in earlier_parts and part:
+            if earlier_parts:
                 yield CutPoint(position, part)
-            seen.add(part)
+            earlier_parts.add(part)
 
 
 _add = torch.ops.aten.add.Tensor
@@ -357,11 +357,11 @@ class _Placer:
         for node in self.trace.graph.nodes:
             for operand in node.all_input_nodes if node.name in stages else ():
                 if operand.name in names and stages[node.name] not in holders[names[operand.name]]:
-                    what = (
+                    message = (
                         f"{node.meta['key']} would read {names[operand.name]!r} in a stage that"
                         " does not hold it"
                     )
-                    raise CutError(what, where=where_of(node))
+                    raise CutError(message, where=where_of(node))
 
     def _check_buffers(self, stages: Mapping[str, int]) -> None:
         """Check that no buffer is updated by one stage and read by another, whose copy would not
@@ -377,21 +377,21 @@ class _Placer:
                 continue
             others = sorted(self._stages_reading(buffers[name], stages) - {stages[value.name]})
             if others:
-                what = (
+                message = (
                     f"buffer {name!r} is read in stage {others[0]} but updated in stage"
                     f" {stages[value.name]}"
                 )
-                raise CutError(what, where=where_of(value))
+                raise CutError(message, where=where_of(value))
 
     def _stages_reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
         """Return the stages that read the result of a node, directly or through copied nodes."""
-        reading, left, seen = set[int](), [node], set[fx.Node]()
-        while left:
-            for user in left.pop().users:
+        reading, pending, visited = set[int](), [node], set[fx.Node]()
+        while pending:
+            for user in pending.pop().users:
                 reading |= {stages[user.name]} if user.name in stages else set()
-                if user.name in self.copied and user not in seen:
-                    seen.add(user)
-                    left.append(user)
+                if user.name in self.copied and user not in visited:
+                    visited.add(user)
+                    pending.append(user)
         return reading
 
     def _late(
@@ -403,11 +403,11 @@ class _Placer:
         early = {n.name for n in backward if boundary >= sides.early_from[n.name]}
         for node in backward if late & early else ():
             if node.name in late and node.name in early:
-                what = (
+                message = (
                     f"{node.meta['key']} needs values from both sides of a cut, against the order"
                     " of backward"
                 )
-                raise CutError(what, where=where_of(node))
+                raise CutError(message, where=where_of(node))
         free = [n for n in backward if n.name not in late and n.name not in early]
         behind = {o.tangent for o in self.trace.differentiable if self.stage[o.tangent] > boundary}
         return late | _cheapest(

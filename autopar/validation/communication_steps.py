@@ -64,10 +64,10 @@ def move(
     if not isinstance(state, State):
         raise MoveError("its operand is not a tensor of the model")
     shape = traced.shape(state.ref)
-    step, wanted = _step_of(state.layout, kind, settings)
+    step, target_layout = _step_of(state.layout, kind, settings)
     if step.axis >= len(mesh_shape):
         raise MoveError(f"the mesh has no axis {step.axis}")
-    target = apply_collective(state.layout, step, wanted)
+    target = apply_collective(state.layout, step, target_layout)
     if target is None or not target.fits(shape, mesh_shape):
         raise MoveError(
             f"a {kind} with settings {tuple(settings)} is not possible from {state.layout}"
@@ -88,8 +88,8 @@ def move(
 def _check_reduction(traced: Traced, state: State) -> None:
     due = traced.reduced_in(state.ref)
     if torch.promote_types(due, state.dtype) != state.dtype:
-        made, due_text = (str(d).removeprefix("torch.") for d in (state.dtype, due))
-        raise MoveError(f"partial sums are reduced in {made}, expected {due_text}")
+        dtype_text, due_text = (str(d).removeprefix("torch.") for d in (state.dtype, due))
+        raise MoveError(f"partial sums are reduced in {dtype_text}, expected {due_text}")
 
 
 def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Collective, Layout]:
@@ -104,13 +104,13 @@ def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Colle
         int(rest[1]) if kind == "all_to_all" else -1,
     )
     step = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0)
-    wanted = layout
+    target_layout = layout
     if kind == "halo":
-        wanted = layout.with_placement(step.axis, Halo(*rest))
+        target_layout = layout.with_placement(step.axis, Halo(*rest))
     if kind == "swap":
         back = isinstance(layout.placements[step.axis], Mirrored)
-        wanted = layout.with_placement(step.axis, Shard(dim) if back else Mirrored(dim))
-    return step, wanted
+        target_layout = layout.with_placement(step.axis, Shard(dim) if back else Mirrored(dim))
+    return step, target_layout
 
 
 def _move_bucket(
@@ -140,15 +140,21 @@ def _move_bucket(
         raise MoveError(f"an all-reduced tensor is in {packed.parts} shards in its bucket")
     moved = []
     for member, dim in zip(packed.members, packed.dims, strict=True):
-        own = tuple(settings) if kind == "all_reduce" else (dim, *settings[1:])
-        made = move(
-            traced, State(member.ref, member.layout, packed.dtype), kind, own, None, mesh_shape
+        member_settings = tuple(settings) if kind == "all_reduce" else (dim, *settings[1:])
+        moved_member = move(
+            traced,
+            State(member.ref, member.layout, packed.dtype),
+            kind,
+            member_settings,
+            None,
+            mesh_shape,
         )
         if not all(
-            is_even(at, traced.shape(member.ref), mesh_shape) for at in (member.layout, made.layout)
+            is_even(at, traced.shape(member.ref), mesh_shape)
+            for at in (member.layout, moved_member.layout)
         ):
             raise MoveError(f"{member.ref[0]} has shards of different lengths in a bucket")
-        moved.append(made)
+        moved.append(moved_member)
     return Packed(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)
 
 
@@ -182,16 +188,20 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
         raise MoveError("it unpacks a bucket that was packed differently")
     if not len(packed.members) == len(sizes) == len(dtypes):
         raise MoveError(f"it unpacks {len(sizes)} tensors from a bucket of {len(packed.members)}")
-    found = []
+    states = []
     for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):
         lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
-        held = tuple(size) or (1,)
+        actual_sizes = tuple(size) or (1,)
         if packed.count < packed.parts:  # the bucket has only some parts of each tensor
-            held = (*held[:dim], held[dim] * packed.count // packed.parts, *held[dim + 1 :])
-        if held != (lengths or (1,)):
-            raise MoveError(f"{member.ref[0]} is unpacked as {held}, expected {lengths}")
-        found.append(_cast_to(traced, member, dtype))
-    return Several(tuple(found))
+            actual_sizes = (
+                *actual_sizes[:dim],
+                actual_sizes[dim] * packed.count // packed.parts,
+                *actual_sizes[dim + 1 :],
+            )
+        if actual_sizes != (lengths or (1,)):
+            raise MoveError(f"{member.ref[0]} is unpacked as {actual_sizes}, expected {lengths}")
+        states.append(_cast_to(traced, member, dtype))
+    return Several(tuple(states))
 
 
 def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
@@ -214,7 +224,9 @@ def _cast_to(traced: Traced, state: State, dtype: torch.dtype) -> State:
     narrows = torch.promote_types(state.dtype, dtype) != dtype
     if narrows and any(isinstance(p, Partial) for p in state.layout.placements):
         raise MoveError(f"it rounds partial sums of {state.ref[0]} to {dtype}")
-    own = traced.value(state.ref).dtype
-    if torch.promote_types(own, dtype) != dtype:
-        raise MoveError(f"it rounds {state.ref[0]} to {dtype}, but its dtype in the model is {own}")
+    traced_dtype = traced.value(state.ref).dtype
+    if torch.promote_types(traced_dtype, dtype) != dtype:
+        raise MoveError(
+            f"it rounds {state.ref[0]} to {dtype}, but its dtype in the model is {traced_dtype}"
+        )
     return State(state.ref, state.layout, dtype)

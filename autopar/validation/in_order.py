@@ -108,26 +108,26 @@ class Wires:
         """
         if not tensors:
             return []
-        made = _Transfer(rank, transfers.peer(kind, stage) % self.size, kind, stage, tensors)
-        self.started.append(made)
-        facing = self._open[made.other, rank, self._way(not made.sends)]
+        transfer = _Transfer(rank, transfers.peer(kind, stage) % self.size, kind, stage, tensors)
+        self.started.append(transfer)
+        facing = self._open[transfer.other, rank, self._way(not transfer.sends)]
         if facing:
-            self._pair(facing.popleft(), made)
+            self._pair(facing.popleft(), transfer)
         else:
-            self._open[rank, made.other, self._way(made.sends)].append(made)
-        return [made]
+            self._open[rank, transfer.other, self._way(transfer.sends)].append(transfer)
+        return [transfer]
 
     def _way(self, sends: bool) -> bool | None:
         return None if self.in_one_order else sends
 
     def _pair(self, one: _Transfer, made: _Transfer) -> None:
         if one.sends == made.sends:
-            what = f"rank {one.rank} starts {one} while rank {made.rank} starts {made}"
-            raise invalid(f"ranks wait for each other: {what}")
+            message = f"rank {one.rank} starts {one} while rank {made.rank} starts {made}"
+            raise invalid(f"ranks wait for each other: {message}")
         if len(one.tensors) != len(made.tensors):
-            sent, taken = (one, made) if one.sends else (made, one)
-            what = f"it receives {len(sent.tensors)} tensors, expected {len(taken.tensors)}"
-            raise invalid(f"stage {taken.stage}: {what}")
+            sent, receiver = (one, made) if one.sends else (made, one)
+            message = f"it receives {len(sent.tensors)} tensors, expected {len(receiver.tensors)}"
+            raise invalid(f"stage {receiver.stage}: {message}")
         one.meets, made.meets = made, one
 
 
@@ -170,20 +170,20 @@ def run_ranks(wires: Wires, steps: Mapping[int, Callable[[], Steps]]) -> None:
         ready = [rank for rank in running if all(t.meets for t in pending[rank])]
         if not ready:
             waiting = (f"rank {rank} for {pending[rank][0]}" for rank in running)
-            what = f"ranks wait for each other: {'; '.join(waiting)}"
-            raise invalid(what)
+            message = f"ranks wait for each other: {'; '.join(waiting)}"
+            raise invalid(message)
         for rank in ready:
             _advance(rank, running, pending)
-    for each in wires.started:
-        if not each.is_done or each.meets is None:
-            raise invalid(f"rank {each.rank} does not wait for {each}")
+    for transfer in wires.started:
+        if not transfer.is_done or transfer.meets is None:
+            raise invalid(f"rank {transfer.rank} does not wait for {transfer}")
 
 
 def _advance(rank: int, running: dict[int, Steps], pending: dict[int, list[_Transfer]]) -> None:
-    for each in pending[rank]:
-        each.is_done = True
-        if not each.sends and each.meets is not None:
-            for buffer, symbol in zip(each.tensors, each.meets.tensors, strict=True):
+    for transfer in pending[rank]:
+        transfer.is_done = True
+        if not transfer.sends and transfer.meets is not None:
+            for buffer, symbol in zip(transfer.tensors, transfer.meets.tensors, strict=True):
                 buffer.came = symbol
     try:
         pending[rank] = next(running[rank])
@@ -274,18 +274,20 @@ def _check_scheduled(
 ) -> None:
     """Run one stage per rank in the order of torch's schedules, which call `StageWorker`."""
     sent: _Sent = defaultdict(deque)
-    left = [[action for action in actions if action.kind in kinds] for actions in lists]
-    while any(left):
-        ready = [actions for actions in left if actions and _is_ready(stages, actions[0], sent)]
+    remaining = [[action for action in actions if action.kind in kinds] for actions in lists]
+    while any(remaining):
+        ready = [
+            actions for actions in remaining if actions and _is_ready(stages, actions[0], sent)
+        ]
         if not ready:
-            waiting = ", ".join(f"{a[0].kind} of stage {a[0].stage}" for a in left if a)
+            waiting = ", ".join(f"{a[0].kind} of stage {a[0].stage}" for a in remaining if a)
             raise invalid(f"ranks wait for each other: {waiting}")
         for actions in ready:
             _run(stages, actions.pop(0), sent)
     for (source, target), waiting_there in sent.items():
         if waiting_there:
-            what = f"stage {target} receives less than stage {source} sends"
-            raise invalid(what)
+            message = f"stage {target} receives less than stage {source} sends"
+            raise invalid(message)
 
 
 def _source(stages: Sequence[_Stage], action: Action) -> int | None:
@@ -311,8 +313,8 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     come = sent[source, action.stage].popleft() if source is not None else []
     if len(come) != len(buffers):
         raise stage.error(number, f"it receives {len(come)} tensors, expected {len(buffers)}")
-    for buffer, each in zip(buffers, come, strict=True):
-        buffer.came = each
+    for buffer, symbol in zip(buffers, come, strict=True):
+        buffer.came = symbol
     (stage.work.forward if ahead else stage.work.backward)(number)
     leaving = stage.work.leaving_outputs(number) if ahead else stage.work.leaving_gradients(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
@@ -364,15 +366,17 @@ class _Stage:
         self.sums = [_Symbol(f"the sum of {t.name}") for t in program.sums]
         self.ended = False
         self.work = _Work(program, self, _DEVICE)  # type: ignore[arg-type]
-        own = [t for t in program.inputs if not t.crosses]
-        parts = [{t.name: _Symbol(t.name, number) for t in own} for number in range(self.num)]
+        batch_inputs = [t for t in program.inputs if not t.crosses]
+        parts = [
+            {t.name: _Symbol(t.name, number) for t in batch_inputs} for number in range(self.num)
+        ]
         parameters = [_Symbol(t.name) for t in program.parameters]
         self.work.begin((), parameters, (), parts, self.weight, keep=keep)
 
     def error(self, number: int, why: str) -> ValidationError:
         """Return an error of this stage."""
-        what = f"stage {self.stage} at microbatch {number} of {self.num}: {why}"
-        return invalid(what)
+        message = f"stage {self.stage} at microbatch {number} of {self.num}: {why}"
+        return invalid(message)
 
     def _check(self, what: str, found: Sequence[Any], due: Sequence[Any]) -> None:
         for one, other in zip(found, due, strict=True):
@@ -421,8 +425,8 @@ class _Stage:
         self._check("forward", inputs, due)
         gathered = [_Symbol(f"the gathered {t.name}") for t in self.program.parameters]
         self._check("forward", parameters, gathered)
-        made = [_Symbol(t.name, number) for t in self.program.outputs]
-        return made, [_Symbol(f"the tensors saved by stage {self.stage}", number)]
+        results = [_Symbol(t.name, number) for t in self.program.outputs]
+        return results, [_Symbol(f"the tensors saved by stage {self.stage}", number)]
 
     def backward(
         self,
@@ -448,8 +452,8 @@ class _Stage:
         )
         self._check("backward", sums, self.sums)
         if first != (before == 0 and bool(self.sums)):
-            done = "writes over" if first else "adds to"
-            raise self.error(number, f"backward {done} sums of {before} microbatches")
+            action = "writes over" if first else "adds to"
+            raise self.error(number, f"backward {action} sums of {before} microbatches")
         ends = [t for t in self.program.outputs if t.has_gradient]
         for t, tangent in zip(ends, tangents, strict=True):
             self._check_tangent(t, tangent)

@@ -60,11 +60,11 @@ class Match:
     def is_one_view(self) -> bool:
         """Whether a single view of the microbatch replaces several views and copies of the batch.
         They order elements as one view does."""
-        seen = (self.node, *self.missing[0]) if len(self.missing) == 1 else ()
+        replaced = (self.node, *self.missing[0]) if len(self.missing) == 1 else ()
         return (
-            len(seen) > 1
+            len(replaced) > 1
             and self.node.target in VIEWS
-            and all(node.target in VIEWS | _COPIES for node in seen)
+            and all(node.target in VIEWS | _COPIES for node in replaced)
         )
 
 
@@ -170,12 +170,12 @@ class Matching:
         If an op is missing, later ops may be counted under another module.
         """
         key = str(node.meta["key"])
-        own = self.whole.by_key.get(key)
-        if own is not None:
-            yield own
+        same_key = self.whole.by_key.get(key)
+        if same_key is not None:
+            yield same_key
         behind = self._iterate_readers(due[0]) if due else iter(())
         for other in (*self._by_kind.get(_kind(key), ()), *behind):
-            if other is not own and other.target is node.target:
+            if other is not same_key and other.target is node.target:
                 yield other
 
     def _iterate_readers(self, ref: Ref) -> Iterator[fx.Node]:
@@ -211,9 +211,9 @@ def _kind(key: str) -> str:
 def _placeholders(traced: Traced) -> dict[str, str]:
     """Return the placeholders by descriptions that both graphs share."""
     trace = traced.trace
-    found = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
-    found |= {f"input {i.path}": i.node for i in trace.inputs if not i.given}
-    return found | {f"tangent {o.path}": o.tangent for o in trace.differentiable}
+    nodes = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
+    nodes |= {f"input {i.path}": i.node for i in trace.inputs if not i.given}
+    return nodes | {f"tangent {o.path}": o.tangent for o in trace.differentiable}
 
 
 def without(

@@ -87,30 +87,30 @@ def placements_in_time(
         reads: placements of the operands.
         num: number of microbatches.
     """
-    found = _place_results(whole.keyed, part.keyed, tuple(reads), num)
-    return found if found else tuple(TimePlacement("open") for _ in whole.outputs)
+    placements = _place_results(whole.keyed, part.keyed, tuple(reads), num)
+    return placements if placements else tuple(TimePlacement("open") for _ in whole.outputs)
 
 
 @lru_cache(maxsize=16384)
 def _place_results(
     keyed: KeyedCall, of_part: KeyedCall, reads: tuple[TimePlacement, ...], num: int
 ) -> tuple[TimePlacement, ...]:
-    whole, part = keyed.call, of_part.call
-    if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
+    of_batch, part = keyed.call, of_part.call
+    if of_batch.target is not part.target or len(of_batch.outputs) != len(part.outputs):
         return ()
-    if whole.target in DRAWS:
-        return _place_draws(whole, part, reads, num)
-    if whole.target in _CONSTANTS:
-        return _place_constant(whole, part, num)
-    if whole.key == part.key and all(r == WHOLE for r in reads):
-        return tuple(WHOLE for _ in whole.outputs)
-    if whole.target is aten.arange.default:
-        return _positions(whole, part, num)
-    if whole.target in VIEWS:
-        return _place_view(whole, part, reads[0], num)
-    tried = try_on_numbers(whole, part, reads, num)
+    if of_batch.target in DRAWS:
+        return _place_draws(of_batch, part, reads, num)
+    if of_batch.target in _CONSTANTS:
+        return _place_constant(of_batch, part, num)
+    if of_batch.key == part.key and all(r == WHOLE for r in reads):
+        return tuple(WHOLE for _ in of_batch.outputs)
+    if of_batch.target is aten.arange.default:
+        return _positions(of_batch, part, num)
+    if of_batch.target in VIEWS:
+        return _place_view(of_batch, part, reads[0], num)
+    tried = try_on_numbers(of_batch, part, reads, num)
     known = bool(tried) and all(found.kind != "open" for found in tried)
-    return tried if known else _by_rule(whole, part, reads, num)
+    return tried if known else _by_rule(of_batch, part, reads, num)
 
 
 def _positions(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
@@ -346,14 +346,14 @@ class _InTime:
         }
         placed: Placements = {}
         matching = Matching(self.whole)
-        given = iter((*count.buffers, *count.inputs))
+        names = iter((*count.buffers, *count.inputs))
         results: Sequence[fx.Node] = ()
         for node in graph.nodes:
-            own = self.whole.by_captured_key.get(node.meta.get("key", ""))
-            if own is not None:  # the graph of terms has the keys of the captured graph
-                node.meta["key"] = own.meta["key"]
+            batch_node = self.whole.by_captured_key.get(node.meta.get("key", ""))
+            if batch_node is not None:  # the graph of terms has the keys of the captured graph
+                node.meta["key"] = batch_node.meta["key"]
             if node.op == "placeholder":
-                name, result = named[next(given)]
+                name, result = named[next(names)]
                 placed[node.name, 0] = self.placed[name, result]
                 matching.same[node.name] = self.matching.same.get(name, "")
                 node.meta["val"] = self.part.nodes[name].meta["val"]
@@ -361,13 +361,13 @@ class _InTime:
                 results = node.args[0]
         self._place(Nodes(graph), placed, matching)
         for (path, kind), node in zip(count.given.items(), results, strict=True):
-            found = placed[node.name, 0]
+            placement = placed[node.name, 0]
             due = {"sum": 0, "mean": 1}[kind]
-            own = self.whole.by_captured_key.get(path.removesuffix(OF_BATCH))
+            batch_node = self.whole.by_captured_key.get(path.removesuffix(OF_BATCH))
             right = (
-                own is not None
-                and matching.same.get(node.name) == own.name
-                and found
+                batch_node is not None
+                and matching.same.get(node.name) == batch_node.name
+                and placement
                 in (
                     TimePlacement("term", power=due),
                     TimePlacement("whole", power=due - 1),
@@ -377,7 +377,7 @@ class _InTime:
                 raise self._error(
                     node,
                     f"a value of the batch that microbatches receive is a {kind} of the"
-                    f" microbatches' {found}",
+                    f" microbatches' {placement}",
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
@@ -389,35 +389,35 @@ class _InTime:
                 placed.get(ref, TimePlacement("open", origin=node.meta["key"]))
                 for ref in nodes.reads(node)
             ]
-            found = self._place_multiplied(node, reads, nodes, matching) or self._place_node(
+            placements = self._place_multiplied(node, reads, nodes, matching) or self._place_node(
                 node, reads, nodes, matching
             )
-            placed |= {(node.name, result): f for result, f in enumerate(found)}
+            placed |= {(node.name, result): f for result, f in enumerate(placements)}
 
     def _place_node(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> Sequence[TimePlacement]:
         key, wrong = node.meta["key"], TimePlacement("wrong", origin=node.meta["key"])
         unknown = next((r for kind in ("wrong", "open") for r in reads if r.kind == kind), None)
-        found, taken = [unknown or wrong] * len(nodes.call(node).outputs), None
+        placements, chosen = [unknown or wrong] * len(nodes.call(node).outputs), None
         for match in matching.matches(node, nodes.reads(node)):
-            made = found if unknown else self._as_match(match, node, reads, nodes)
-            is_right = unknown is not None or all(f.kind != "wrong" for f in made)
-            if taken is None or is_right:
-                found, taken = list(made), match
+            tried = placements if unknown else self._as_match(match, node, reads, nodes)
+            is_right = unknown is not None or all(f.kind != "wrong" for f in tried)
+            if chosen is None or is_right:
+                placements, chosen = list(tried), match
             if is_right:
                 break
-        if taken is not None:
-            matching.take(node, taken)
-        return found if unknown else [self._named(f, key) for f in found]
+        if chosen is not None:
+            matching.take(node, chosen)
+        return placements if unknown else [self._named(f, key) for f in placements]
 
     def _as_match(
         self, match: Match, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes
     ) -> Sequence[TimePlacement]:
         """Return the placements of a node's results if it corresponds to the node of a match."""
-        call, whole = nodes.call(node), self.whole.call(match.node)
+        call, of_batch = nodes.call(node), self.whole.call(match.node)
         if match.is_one_view:
-            whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
+            of_batch = replace(of_batch, inputs=self.whole.call(match.missing[0][0]).inputs)
         else:
             shapes = [nodes.shape(ref) for ref in nodes.reads(node)]
             reads = [
@@ -427,8 +427,8 @@ class _InTime:
             if any(read.kind == "wrong" for read in reads):
                 return [TimePlacement("wrong")] * len(call.outputs)
         if match.product is not None:
-            return self._place_bias(self.whole.call(match.product), whole, call, reads)
-        return placements_in_time(whole, call, reads, self.how.num)
+            return self._place_bias(self.whole.call(match.product), of_batch, call, reads)
+        return placements_in_time(of_batch, call, reads, self.how.num)
 
     def _place_bias(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
@@ -436,11 +436,11 @@ class _InTime:
         """Return the placement of a product with a bias. The batch's graph has a product and an
         addition."""
         plain = replace(call, args=call.args[:3], inputs=call.inputs[:2])
-        (made,) = placements_in_time(product, plain, reads[:2], self.how.num)
-        if not made.is_known:
-            return (made,)
+        (placement,) = placements_in_time(product, plain, reads[:2], self.how.num)
+        if not placement.is_known:
+            return (placement,)
         added = replace(addition, inputs=(*call.outputs, call.inputs[2]), outputs=call.outputs)
-        return placements_in_time(addition, added, [made, reads[2]], self.how.num)
+        return placements_in_time(addition, added, [placement, reads[2]], self.how.num)
 
     def _named(self, found: TimePlacement, key: str) -> TimePlacement:
         if found.kind == "open":
@@ -456,8 +456,8 @@ class _InTime:
     ) -> list[TimePlacement]:
         """Return the placement of a node that only a microbatch's graph has. It multiplies its
         operand by the number of microbatches."""
-        own = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
-        if not own or len(reads) != 1 or node.args[1] != self.how.num:
+        is_multiplied = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
+        if not is_multiplied or len(reads) != 1 or node.args[1] != self.how.num:
             return []
         (read,) = reads
         matching.same[node.name] = matching.whole_ref(nodes.reads(node)[0])[0]
@@ -476,10 +476,10 @@ class _InTime:
                 "sum": (TERM, TimePlacement("whole", power=-1)),
                 "mean": (TimePlacement("term", power=1), WHOLE),
             }
-            own = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
+            batch_node = next(w.node for w in self.whole.trace.outputs if w.path == o.path)
             yield from self._compare_returned(
                 self.part.nodes[o.node],
-                self.whole.nodes[own],
+                self.whole.nodes[batch_node],
                 due[kind],
                 f"output {o.path!r}" if o.path else "the output",
             )
@@ -499,9 +499,9 @@ class _InTime:
                     f" {w.name!r} of the batch graph"
                 )
             if p.gradient is not None and w.gradient is not None:
-                own = self.whole.results[w.gradient]
+                batch_result = self.whole.results[w.gradient]
                 yield from self._compare_returned(
-                    self.part.results[p.gradient], own, due, f"the gradient of {p.name!r}"
+                    self.part.results[p.gradient], batch_result, due, f"the gradient of {p.name!r}"
                 )
 
     def _compare_returned(
@@ -510,36 +510,38 @@ class _InTime:
         """Compare a result of a microbatch with `own`, the corresponding result of the batch."""
         ref = self.part.ref(node)
         missing = self.matching.missing_between(self.whole.ref(own), self.matching.whole_ref(ref))
-        found = self.placed[ref]
-        if missing is None and found.is_known:
+        placement = self.placed[ref]
+        if missing is None and placement.is_known:
             raise self._error(
                 node,
                 f"{what} of a microbatch is the value of a different node from the batch graph",
             )
-        found = without(missing or (), self.whole, self.part.shape(ref), found, self.how.num)
-        if found in due or found.kind == "zero":
+        placement = without(
+            missing or (), self.whole, self.part.shape(ref), placement, self.how.num
+        )
+        if placement in due or placement.kind == "zero":
             return
-        at = self.part.by_key.get(found.origin, node)
+        at = self.part.by_key.get(placement.origin, node)
         if self.promised:
             yield (
                 f"at {at.meta['key']}, {what} over microbatches follows only from the promise that"
                 " samples are independent, not from a rule"
             )
             return
-        if found.kind == "open":
+        if placement.kind == "open":
             raise self._error(
                 at,
                 f"cannot show that {what} adds up over {self.how.num} microbatches: the rules for"
                 " this op are insufficient",
             )
-        seen = (
+        text = (
             "its value for a microbatch is not a slice, a term or a copy of the value for the batch"
-            if found.kind == "wrong"
-            else f"it is {found}"
+            if placement.kind == "wrong"
+            else f"it is {placement}"
         )
         raise self._error(
             at,
-            f"{what} does not add up over {self.how.num} microbatches: {seen}, expected {due[0]}",
+            f"{what} does not add up over {self.how.num} microbatches: {text}, expected {due[0]}",
         )
 
     def _error(self, node: fx.Node, what: str) -> ValidationError:

@@ -75,13 +75,13 @@ def expected_call(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> 
 def _local_sizes(
     call: Call, strategy: Strategy, mesh_shape: Sequence[int]
 ) -> tuple[int | Length, ...]:
-    layout, found = strategy.outputs[0], list[int | Length]()
+    layout, sizes = strategy.outputs[0], list[int | Length]()
     for dim, size in enumerate(call.outputs[0].shape):
         num = 1
         for axis in layout.splitters(dim):
             num *= mesh_shape[axis]
-        found.append(size // num if size % num == 0 else Length(size, layout, dim))
-    return tuple(found)
+        sizes.append(size // num if size % num == 0 else Length(size, layout, dim))
+    return tuple(sizes)
 
 
 def differences(
@@ -97,18 +97,18 @@ def differences(
         mesh_shape: sizes of the mesh axes.
     """
     target, without = functional_form(node.target) or (node.target, "")
-    wanted = dispatched.STEPS.get(local.target, local.target)
-    if target is not wanted:
-        yield f"it calls {target}, expected {wanted}"
+    expected_target = dispatched.STEPS.get(local.target, local.target)
+    if target is not expected_target:
+        yield f"it calls {target}, expected {expected_target}"
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name != without}
     args = (
-        node.args[:-1] if wanted in dispatched.TOGETHER else node.args
+        node.args[:-1] if expected_target in dispatched.TOGETHER else node.args
     )  # the last argument is the exchange of rows
-    due = local.args[:-1] if wanted in dispatched.TOGETHER else local.args
-    for where, made, value in _pairs(args, kwargs, due, local.kwargs):
-        if not matches(made, value, env, mesh_shape):
-            yield f"its argument {where} is {made}, expected {value}"
+    due = local.args[:-1] if expected_target in dispatched.TOGETHER else local.args
+    for place, argument, value in _pairs(args, kwargs, due, local.kwargs):
+        if not matches(argument, value, env, mesh_shape):
+            yield f"its argument {place} is {argument}, expected {value}"
 
 
 class _Missing:
@@ -152,8 +152,10 @@ def matches(made: Any, due: Any, env: Mapping[fx.Node, Any], mesh_shape: Sequenc
     if isinstance(due, Starts):
         return _as_tuple(made) == (due.dim_size, splitters_of(due.layout, due.dim, mesh_shape))
     if isinstance(due, tuple | list):
-        alike = isinstance(made, tuple | list) and len(made) == len(due)
-        return alike and all(matches(a, b, env, mesh_shape) for a, b in zip(made, due, strict=True))
+        same_length = isinstance(made, tuple | list) and len(made) == len(due)
+        return same_length and all(
+            matches(a, b, env, mesh_shape) for a, b in zip(made, due, strict=True)
+        )
     return type(made) is type(due) and (
         made == due or (made != made and due != due)
     )  # NaN differs from itself

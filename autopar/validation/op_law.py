@@ -88,10 +88,10 @@ def _judge(
             (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True
         )
         uneven = any(_is_uneven(info.shape, layout, axis, mesh_shape) for info, layout in infos)
-        found, why = _on_one_axis(keyed, option, uneven)
-        if found is Verdict.WRONG:
-            return found, why
-        verdict = found if found is Verdict.OPEN else verdict
+        axis_verdict, why = _on_one_axis(keyed, option, uneven)
+        if axis_verdict is Verdict.WRONG:
+            return axis_verdict, why
+        verdict = axis_verdict if axis_verdict is Verdict.OPEN else verdict
     return verdict, ""
 
 
@@ -156,8 +156,10 @@ def _on_trials(keyed: KeyedCall, option: AxisOption, nums: Sequence[int]) -> tup
 
 @lru_cache(maxsize=4096)
 def _trials(keyed: KeyedCall) -> tuple[Trial, ...]:
-    made = SAMPLES.get(keyed.call.target)
-    return tuple(first_trials(keyed.call, _RECIPES) if made is None else made(keyed.call))
+    make_samples = SAMPLES.get(keyed.call.target)
+    return tuple(
+        first_trials(keyed.call, _RECIPES) if make_samples is None else make_samples(keyed.call)
+    )
 
 
 def _can_split(small: Call, option: AxisOption, num: int) -> bool:
@@ -191,9 +193,9 @@ def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool
     if not isinstance(before, Shard) or not isinstance(after, Shard):
         return not isinstance(before, Shard) and before == after
     source, target = call.inputs[0].shape, call.outputs[0].shape
-    alike = not uneven or source[before.dim] == target[after.dim]
+    same_blocks = not uneven or source[before.dim] == target[after.dim]
     return (
-        alike
+        same_blocks
         and type(before) is Shard
         and type(after) is Shard
         and (before.dim, after.dim) in set(leading_dims(source, target))

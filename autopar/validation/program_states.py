@@ -92,8 +92,8 @@ def _check_independent(kind: Callable[..., Tensor]) -> None:
 
 
 def _drawn(kind: Callable[..., Tensor], state: Tensor, draw: int) -> Tensor:
-    made = kind(state, (_ROWS, _COLUMNS), *_SETTINGS[kind][0], draw=draw)
-    return made.double().flatten()
+    numbers = kind(state, (_ROWS, _COLUMNS), *_SETTINGS[kind][0], draw=draw)
+    return numbers.double().flatten()
 
 
 def _compare(kind: Callable[..., Tensor], what: str, one: Tensor, two: Tensor) -> None:
@@ -106,11 +106,11 @@ def _compare(kind: Callable[..., Tensor], what: str, one: Tensor, two: Tensor) -
 def _check_parts(kind: Callable[..., Tensor]) -> None:
     sizes, settings = (_ROWS, _COLUMNS), _SETTINGS[kind][0]
     state = random.initial_state(0)
-    whole = kind(state, sizes, *settings, draw=1)
+    full_draw = kind(state, sizes, *settings, draw=1)
     for row, rows, column, columns in _PARTS:
         starts = (row, column)
         part = kind(state, (rows, columns), *settings, draw=1, window=(starts, sizes))
-        if not torch.equal(part, whole[row : row + rows, column : column + columns]):
+        if not torch.equal(part, full_draw[row : row + rows, column : column + columns]):
             raise _error(
                 kind,
                 (f"the shard of {rows} × {columns} at {starts} does not match the full tensor"),
@@ -135,27 +135,27 @@ def check_draws(trace: Trace) -> None:
         ValidationError: for a draw that is correlated with an earlier one, or if the random state
             does not advance.
     """
-    seen: dict[tuple[fx.Node, int], fx.Node] = {}
+    drawing: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in trace.graph.nodes:
         if node.op == "call_function" and node.target in DRAWS:
             number = node.kwargs.get("draw", node.args[-1])
             here = node.args[0], number
-            if here in seen:
-                what = (
-                    f"{node.meta['key']} draws the same numbers as {seen[here].meta['key']}: both"
-                    f" are draw {number} of a step"
+            if here in drawing:
+                message = (
+                    f"{node.meta['key']} draws the same numbers as {drawing[here].meta['key']}: "
+                    f"both are draw {number} of a step"
                 )
-                raise invalid(what, where_of(node))
+                raise invalid(message, where_of(node))
             if type(number) is not int or not 0 <= number < _LARGEST:
                 raise invalid(f"{node.meta['key']} is draw {number!r}", where_of(node))
-            seen[here] = node
-    if seen:
-        _check_state(trace, {node for node, _ in seen})
-        check_generator({node.target for node in seen.values()})
+            drawing[here] = node
+    if drawing:
+        _check_state(trace, {node for node, _ in drawing})
+        check_generator({node.target for node in drawing.values()})
 
 
 def _check_state(trace: Trace, states: set[fx.Node]) -> None:
-    held = {b.node for b in trace.buffers if b.name == random.STATE}
+    state_nodes = {b.node for b in trace.buffers if b.name == random.STATE}
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     after = results[trace.mutated[random.STATE]] if random.STATE in trace.mutated else None
     goes_on = (
@@ -164,7 +164,7 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
         and after.args[0] in states
         and after.args[1] == 1
     )
-    if {state.name for state in states} != held or not goes_on:
+    if {state.name for state in states} != state_nodes or not goes_on:
         raise invalid("random draws do not all use one state that advances by one per call")
 
 
@@ -197,10 +197,10 @@ def check_borders(trace: Trace, plan: Plan, program: StageProgram) -> None:
             raise invalid(f"the program has {len(tensors)} {kind}s, the model {len(due)}")
         for tensor, facts in zip(tensors, due, strict=True):
             for name, value in facts.items():
-                found = getattr(tensor, name)
-                if found != value:
-                    what = f"{kind} {tensor.name!r} has {name} {found!r}, expected {value!r}"
-                    raise invalid(what)
+                actual = getattr(tensor, name)
+                if actual != value:
+                    message = f"{kind} {tensor.name!r} has {name} {actual!r}, expected {value!r}"
+                    raise invalid(message)
 
 
 def _pairs(
@@ -289,11 +289,11 @@ class _Program:
             if program.begin is not None
             else self._states_at_rest()
         )
-        made = self._walk("forward").run(
+        states = self._walk("forward").run(
             program.forward.graph, [*parameters, *self._buffers(), *self._inputs()]
         )
-        self._check_outputs(made)
-        saved = made[len(made) - program.num_saved :]
+        self._check_outputs(states)
+        saved = states[len(states) - program.num_saved :]
         sums = self._sums()
         backward = self._walk("backward").run(
             program.backward.graph, [*saved, *self._tangents(), *sums]
@@ -333,29 +333,32 @@ class _Program:
         """Return the states of tangents. The tangent of the loss is whole on every rank; the others
         have the layouts of the outputs."""
         ends = {t.name: t for t in self.program.outputs}
-        whole = Layout.replicated(len(self.program.mesh.axes))
+        replicated = Layout.replicated(len(self.program.mesh.axes))
         return [
-            State((o.tangent, 0), whole if o.is_loss else ends[o.path].layout, o.dtype)
+            State((o.tangent, 0), replicated if o.is_loss else ends[o.path].layout, o.dtype)
             for o in self.trace.differentiable
         ]
 
     def _sums(self) -> list[Sum]:
-        found = []
+        sums = []
         for tensor in self.program.sums:
             if tensor.name not in self.gradients:
                 raise invalid(f"the program has a sum for {tensor.name!r}, which has no gradient")
             ref, _ = self.gradients[tensor.name]
-            own = self.traced.value(ref).dtype
-            if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
-                what = (
-                    f"gradients of {tensor.name!r} are {own} and are accumulated in {tensor.dtype},"
-                    " which is less precise than fp32"
+            traced_dtype = self.traced.value(ref).dtype
+            if (
+                traced_dtype.is_floating_point
+                and max(traced_dtype.itemsize, 4) > tensor.dtype.itemsize
+            ):
+                message = (
+                    f"gradients of {tensor.name!r} are {traced_dtype} and are accumulated in "
+                    f"{tensor.dtype}, which is less precise than fp32"
                 )
-                raise invalid(what)
-            found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
-        if self.program.accumulates and [s.parameter for s in found] != list(self.gradients):
+                raise invalid(message)
+            sums.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
+        if self.program.accumulates and [s.parameter for s in sums] != list(self.gradients):
             raise invalid("a parameter with a gradient has no sum in the program")
-        return found
+        return sums
 
     # Results.
 
@@ -405,10 +408,10 @@ class _Program:
             for i, t in zip(self.trace.inputs, self.program.inputs, strict=True)
             if i.gradient is not None
         ]
-        whole = Layout.replicated(len(self.program.mesh.axes))
+        replicated = Layout.replicated(len(self.program.mesh.axes))
         for (i, tensor), state in zip(inputs, made[len(trained) :], strict=True):
             ref, _ = self.traced.gradient_of(i.gradient)  # type: ignore[arg-type]
-            at = tensor.layout if tensor.crosses else whole
+            at = tensor.layout if tensor.crosses else replicated
             self._check(
                 f"the gradient of input {i.path!r}",
                 state,
@@ -464,17 +467,17 @@ class _Program:
             placeholders[: program.num_saved],
             placeholders[len(placeholders) - len(program.sums) :] if program.sums else [],
         )
-        own = [*self._reusable_saved(saved, forward_memory), *sums]
+        written = [*self._reusable_saved(saved, forward_memory), *sums]
         check_writes(program.forward.graph, "forward", mesh_shape, ())
-        memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
+        memory = check_writes(program.backward.graph, "backward", mesh_shape, written)
         names = [*self.gradients, *(i.path for i in self.trace.inputs if i.gradient is not None)]
-        check_no_shared_memory(program.backward.graph, "backward", memory, names, own)
+        check_no_shared_memory(program.backward.graph, "backward", memory, names, written)
         if program.begin is not None:
             check_writes(program.begin.graph, "step", mesh_shape, ())
         if program.end is not None:
             memory = check_writes(program.end.graph, "step", mesh_shape, ())
-            own = [n for n in program.end.graph.nodes if n.op == "placeholder"]
-            check_no_shared_memory(program.end.graph, "step", memory, names, own)
+            written = [n for n in program.end.graph.nodes if n.op == "placeholder"]
+            check_no_shared_memory(program.end.graph, "step", memory, names, written)
 
     def _reusable_saved(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
         """Return the saved values into whose memory backward may write. Forward must have allocated
@@ -483,5 +486,5 @@ class _Program:
         owners = [memory.owners.get(node) for node in results]
         of_saved = owners[len(owners) - self.program.num_saved :]
         times = Counter(owners)
-        own = [o is not None and o[0].op != "placeholder" and times[o] == 1 for o in of_saved]
-        return [node for node, is_own in zip(saved, own, strict=True) if is_own]
+        is_owned = [o is not None and o[0].op != "placeholder" and times[o] == 1 for o in of_saved]
+        return [node for node, is_own in zip(saved, is_owned, strict=True) if is_own]

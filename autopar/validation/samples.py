@@ -59,8 +59,8 @@ def _convolution(call: Call, *, backward: bool) -> list[Trial]:
     x, weight = (call.inputs[argument(call, name).index].shape for name in ("input", "weight"))
     transposed, groups = argument(call, "transposed"), argument(call, "groups")
     stride = each(argument(call, "stride"), len(x) - 2)
-    made = weight[1] * groups if transposed else weight[0]
-    few, c, o = _channels(groups, x[1], made)
+    channels = weight[1] * groups if transposed else weight[0]
+    few, c, o = _channels(groups, x[1], channels)
     space = _space(x[2:], (1,) * len(stride) if transposed else stride)
     small = numbers((min(x[0], _WINDOW_BATCH), c, *space), 1)
     w = numbers((c, o // few, *weight[2:]) if transposed else (o, c // few, *weight[2:]), 2)
@@ -92,9 +92,9 @@ def _pool(call: Call, num: int) -> list[Trial]:
             call, [x], list(results) if isinstance(results, tuple) else [results], {}
         )
     forward = getattr(aten, name.removesuffix("_backward")).default
-    taken = [argument(call, each_name) for each_name in _FORWARD[name]]
-    made = forward(x, *taken)
-    first, *indices = made if isinstance(made, tuple) else (made,)
+    settings = [argument(call, each_name) for each_name in _FORWARD[name]]
+    result = forward(x, *settings)
+    first, *indices = result if isinstance(result, tuple) else (result,)
     operands = [numbers(first.shape, 6), x, *indices]
     results = call.target(*(_fill_operands(a, operands) for a in call.args))
     return _window_trial(call, operands, [results], {})
@@ -245,10 +245,10 @@ def _tensors(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         (own_keys, shared, sizes["k"], _FLEX_WIDTH),
         (own_keys, shared, sizes["k"], wide),
     )
-    made = [
+    numbers = [
         _flex_numbers(TensorInfo(shape, torch.float64), seed) for seed, shape in enumerate(shapes)
     ]
-    return made, _captured_tensors(call, sizes)
+    return numbers, _captured_tensors(call, sizes)
 
 
 def _functions(call: Call) -> Iterator[Call]:
@@ -284,18 +284,20 @@ def _backward(call: Call) -> list[Trial]:
 
 def _backward_of(call: Call) -> list[Trial]:
     q_k_v, captured = _tensors(call)
-    settings, wanted = _settings(call, 9), list(argument(call, "wanted"))
+    settings, wanted_gradients = _settings(call, 9), list(argument(call, "wanted"))
     try:
         out, lse = ops.flex_attention(*q_k_v, captured, *settings)
     except (IndexError, RuntimeError):
         return []
     grad = _flex_numbers(TensorInfo(tuple(out.shape), torch.float64), 3)
-    given = isinstance(argument(call, "grad_lse"), Operand)
-    of_sums = [_flex_numbers(TensorInfo(tuple(lse.shape), torch.float64), 4)] if given else []
+    has_sum_gradient = isinstance(argument(call, "grad_lse"), Operand)
+    of_sums = (
+        [_flex_numbers(TensorInfo(tuple(lse.shape), torch.float64), 4)] if has_sum_gradient else []
+    )
     tensors = [*q_k_v, out, lse, grad, *of_sums, *captured]
     rest = of_sums or [None]
     results = ops.flex_attention_backward(
-        *q_k_v, out, lse, grad, *rest, captured, wanted, *settings
+        *q_k_v, out, lse, grad, *rest, captured, wanted_gradients, *settings
     )
     return [_flex_trial(call, tensors, results)]
 
@@ -374,10 +376,10 @@ def _select_backward(call: Call) -> list[Trial]:
     grad, shape, dim, index = call.args
     small = _scatter_sizes(shape)
     at = dim % len(shape)
-    left = [*small[:at], *small[at + 1 :]]
+    others = [*small[:at], *small[at + 1 :]]
     return _trial(
         call,
-        [_scatter_numbers(left)],
+        [_scatter_numbers(others)],
         (grad, tuple(small), dim, max(-small[at], min(index, small[at] - 1))),
     )
 
@@ -420,10 +422,10 @@ def _index_put(call: Call) -> list[Trial]:
 def _trial(call: Call, tensors: list[torch.Tensor], args: tuple[Any, ...]) -> list[Trial]:
     result = run(call.target, args, call.kwargs, tensors, (), ())[0]
     infos = tuple(TensorInfo(tuple(x.shape), x.dtype) for x in tensors)
-    made = replace(
+    small_call = replace(
         call, args=args, inputs=infos, outputs=(TensorInfo(tuple(result.shape), result.dtype),)
     )
-    return [(made, tensors)]
+    return [(small_call, tensors)]
 
 
 SCATTER_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
@@ -495,9 +497,9 @@ def _mask(info: TensorInfo, full: Sequence[int]) -> torch.Tensor:
     shape = [1 if size == 1 else full[dim - len(info.shape)] for dim, size in enumerate(info.shape)]
     numbers = _numbers(shape, 7)
     if info.dtype == torch.bool:
-        seen = numbers > 0
-        seen[..., :1] = True
-        return seen
+        visible = numbers > 0
+        visible[..., :1] = True
+        return visible
     return numbers
 
 

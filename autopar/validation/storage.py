@@ -174,12 +174,12 @@ def check_no_shared_memory(
         ValidationError: for two results that share memory.
     """
     output = next(iter(reversed(graph.nodes)))
-    seen: dict[Owner, str] = {}
+    names_by_owner: dict[Owner, str] = {}
     for name, node in zip(names, output.args[0], strict=False):
         owner = memory.owners[node]
-        if owner in seen:
+        if owner in names_by_owner:
             raise unjustified_error(
-                node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory"
+                node, phase, f"the gradients of {names_by_owner[owner]!r} and {name!r} share memory"
             )
         if owner[0].op == "placeholder" and owner[0] not in owned:
             raise unjustified_error(
@@ -189,7 +189,7 @@ def check_no_shared_memory(
             raise unjustified_error(
                 node, phase, f"elements of the gradient of {name!r} share memory"
             )
-        seen[owner] = name
+        names_by_owner[owner] = name
 
 
 def _overlaps_itself(node: fx.Node, memory: Memory) -> bool:
@@ -199,8 +199,8 @@ def _overlaps_itself(node: fx.Node, memory: Memory) -> bool:
 
 def _views_from(node: fx.Node, memory: Memory) -> list[fx.Node]:
     """Return the views between the owner of a node's memory and the node."""
-    found = []
+    views = []
     while is_view(node) and node.target is not aten.reshape.default:
-        found.append(node)
+        views.append(node)
         node = next(x for x in node.all_input_nodes if x in memory.owners)
-    return found
+    return views

@@ -92,16 +92,16 @@ def try_on_numbers(
         reads: placements of the operands.
         num: number of microbatches.
     """
-    found: list[tuple[TimePlacement, ...]] = []
+    placements: list[tuple[TimePlacement, ...]] = []
     for many in (2, 3):
         for small, tensors in _small_calls(whole, many):
             settings = _part_settings(whole, part, small, num, many)
             if settings is None or not _splits(small, reads, many):
                 continue
-            made = _answer(small, settings, tensors, reads, many)
-            if made:
-                found.append(made)
-    return _agree_on_trials(found, len(whole.outputs))
+            trial_placements = _answer(small, settings, tensors, reads, many)
+            if trial_placements:
+                placements.append(trial_placements)
+    return _agree_on_trials(placements, len(whole.outputs))
 
 
 def _agree_on_trials(
@@ -110,20 +110,22 @@ def _agree_on_trials(
     """Return the placements on which all trials agree. Zeros agree with every placement."""
     results = []
     for place in range(num):
-        said = {made[place] for made in found} - {TimePlacement("open")}
-        if any(placement.kind != "zero" for placement in said):
-            said = {
-                placement for placement in said if placement.kind != "zero"
+        answers = {made[place] for made in found} - {TimePlacement("open")}
+        if any(placement.kind != "zero" for placement in answers):
+            answers = {
+                placement for placement in answers if placement.kind != "zero"
             }  # zeros have every placement in zeros
-        results.append(said.pop() if len(said) == 1 else TimePlacement("wrong" if said else "open"))
+        results.append(
+            answers.pop() if len(answers) == 1 else TimePlacement("wrong" if answers else "open")
+        )
     return tuple(results) if found else ()
 
 
 def _small_calls(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
     """Iterate over small calls with numbers."""
-    made = SAMPLES.get(whole.target)
-    if made is not None:
-        yield from made(whole) if many == 2 else ()
+    make_samples = SAMPLES.get(whole.target)
+    if make_samples is not None:
+        yield from make_samples(whole) if many == 2 else ()
         return
     if num_elements(whole.outputs) > LARGEST >= num_elements(whole.inputs):
         return  # its results do not shrink with its operands
@@ -143,13 +145,13 @@ def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[C
     also tried inverted."""
     for recipe in recipes:
         tensors = tensors_for(small.inputs, recipe, bound)
-        made = [tensors]
+        variants = [tensors]
         if any(x.dtype == torch.bool for x in tensors):
-            made.append([~x if x.dtype == torch.bool else x for x in tensors])
-        for numbers in made:
-            found = made_on(small, numbers)
-            if found is not None and len(found.outputs) == len(small.outputs):
-                yield found, numbers
+            variants.append([~x if x.dtype == torch.bool else x for x in tensors])
+        for numbers in variants:
+            small_call = made_on(small, numbers)
+            if small_call is not None and len(small_call.outputs) == len(small.outputs):
+                yield small_call, numbers
 
 
 def _part_settings(
@@ -240,14 +242,16 @@ def _answer(
         _parts(x, r, many, number) for number, (x, r) in enumerate(zip(tensors, reads, strict=True))
     ]
     try:
-        made = [run(small.target, *settings, [p[m] for p in parts], (), ()) for m in range(many)]
+        results_of_parts = [
+            run(small.target, *settings, [p[m] for p in parts], (), ()) for m in range(many)
+        ]
     except Exception:  # an op may raise anything
         return ()
     zeros = any(r.kind == "zero" for r in reads)
     return tuple(
         WHOLE
         if small.outputs[i] == NO_TENSOR
-        else _placement(w, [results[i] for results in made], many, zeros=zeros)
+        else _placement(w, [results[i] for results in results_of_parts], many, zeros=zeros)
         for i, w in enumerate(expected)
     )
 

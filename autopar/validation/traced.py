@@ -73,8 +73,8 @@ class Nodes:
 
     def value(self, ref: Ref) -> torch.Tensor:
         """Return the traced value, a fake tensor."""
-        found = self.nodes[ref[0]].meta["val"]
-        return found[ref[1]] if isinstance(found, tuple | list) else found
+        value = self.nodes[ref[0]].meta["val"]
+        return value[ref[1]] if isinstance(value, tuple | list) else value
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
         """Return the global shape of a value."""
@@ -114,7 +114,7 @@ class Traced(Nodes):
     def _widest(self) -> dict[Ref, torch.dtype]:
         """Compute `widest`. Gradients of parameters are reduced in at least fp32, and a value that
         is only cast to a gradient in the dtype of the cast."""
-        found: dict[Ref, torch.dtype] = {}
+        widest: dict[Ref, torch.dtype] = {}
         for p in self.trace.parameters:
             if p.gradient is None:
                 continue
@@ -124,19 +124,19 @@ class Traced(Nodes):
                 or not node.meta["val"].dtype.is_floating_point
             ):
                 continue
-            own, wide = node.meta["val"].dtype, None
-            found[self.ref(node)] = own if own.itemsize >= 4 else torch.float32
+            own_dtype, wide = node.meta["val"].dtype, None
+            widest[self.ref(node)] = own_dtype if own_dtype.itemsize >= 4 else torch.float32
             while self._is_passed_on(node):
                 source: fx.Node = node.args[0]
-                made, read = node.meta["val"].dtype, source.meta["val"].dtype
-                if made != read and torch.promote_types(made, read) == made:
-                    wide = made
+                dtype, read = node.meta["val"].dtype, source.meta["val"].dtype
+                if dtype != read and torch.promote_types(dtype, read) == dtype:
+                    wide = dtype
                 node = source
                 if len(node.users) > 1:
                     break
                 if wide is not None:
-                    found[self.ref(node)] = wide
-        return found
+                    widest[self.ref(node)] = wide
+        return widest
 
     def _is_passed_on(self, node: fx.Node) -> bool:
         """Return whether a node returns its operand, as a cast or a view."""

@@ -75,9 +75,11 @@ def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Str
     args: tuple[Any, ...] = node.args
     a, b, equation, operand, over = args
     moved = walk.env[(a, b)[operand]]
-    whole = move(walk.traced, moved, "all_gather", (over.dim, over.axis), None, walk.mesh_shape)
-    made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})
-    return Several((whole, made))
+    gathered = move(walk.traced, moved, "all_gather", (over.dim, over.axis), None, walk.mesh_shape)
+    product = _product(
+        walk, node, origin, strategy, [a, b], str(equation), {int(operand): gathered}
+    )
+    return Several((gathered, product))
 
 
 def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
@@ -138,9 +140,9 @@ def _state_of_result(
                 f"operand {number} of {origin.meta['key']} is {shown(states[number])},"
                 f" expected {shown(due)}"
             )
-    found = walk.made_by(origin, strategy)
-    assert isinstance(found, State), "sums and norms have one result"
-    return found
+    result = walk.made_by(origin, strategy)
+    assert isinstance(result, State), "sums and norms have one result"
+    return result
 
 
 def _product(
@@ -368,9 +370,9 @@ class GraphWalk:
             zip(self.traced.reads(origin), strategy.inputs, strict=True)
         ):
             due = State(ref, layout, self.traced.value(ref).dtype)
-            found = self.env.get(operands[number]) if number in operands else due
-            if found != due:
-                raise MoveError(f"its operand {number} is {shown(found)}, expected {shown(due)}")
+            actual = self.env.get(operands[number]) if number in operands else due
+            if actual != due:
+                raise MoveError(f"its operand {number} is {shown(actual)}, expected {shown(due)}")
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
         """Return the states of a traced node's results, after checking its strategy."""

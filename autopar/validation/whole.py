@@ -44,9 +44,9 @@ def check_stages(part: Trace, stages: Sequence[Trace]) -> None:
     Raises:
         ValidationError: for the first node, output or gradient of a stage that differs.
     """
-    own = {node.name: node for node in part.graph.nodes}
+    stage_nodes = {node.name: node for node in part.graph.nodes}
     for number, stage in enumerate(stages):
-        _check_nodes(own, stage, number)
+        _check_nodes(stage_nodes, stage, number)
         _check_arrivals(part, stages, number)
     _check_returns(part, stages)
 
@@ -95,9 +95,9 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
                 number,
                 "it is not a tensor of the model or the batch, and no other stage sends it",
             )
-    if left := sorted(sent.keys() - crossing.keys()):
-        what = "the previous stage sends it, but this stage does not receive it"
-        raise _missing_error(stage, number, left[0], what)
+    if unreceived := sorted(sent.keys() - crossing.keys()):
+        message = "the previous stage sends it, but this stage does not receive it"
+        raise _missing_error(stage, number, unreceived[0], message)
 
 
 def _check_received(
@@ -116,11 +116,11 @@ def _check_received(
         raise _missing_error(stage, number, name, "the previous stage does not send it")
     returned = _results(stage)[gradient].name if gradient is not None else ""
     if returned != sent[name]:
-        what = (
+        message = (
             f"its gradient returns as {returned or 'nothing'}, but the previous stage expects"
             f" {sent[name] or 'none'}"
         )
-        raise _missing_error(stage, number, name, what)
+        raise _missing_error(stage, number, name, message)
 
 
 def _gradients_of_sent(stage: Trace) -> dict[str, str]:
@@ -144,13 +144,13 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
         raise invalid(f"no stage writes buffer {missing[0]!r}")
     for p in part.parameters:
         due = Counter(_terms(_results(part)[p.gradient])) if p.gradient is not None else Counter()
-        found = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
-        if found != due:
-            what = (
-                f"the stages' gradients of {p.name!r} are {_list_terms(found)},"
+        terms = Counter(term for stage in stages for term in _stage_terms(stage, p.name))
+        if terms != due:
+            message = (
+                f"the stages' gradients of {p.name!r} are {_list_terms(terms)},"
                 f" expected {_list_terms(due)}"
             )
-            raise invalid(what)
+            raise invalid(message)
 
 
 def _stage_terms(stage: Trace, parameter: str) -> Iterator[str]:
@@ -173,15 +173,15 @@ def _list_terms(terms: Counter[str]) -> str:
 
 
 def _results(trace: Trace) -> Sequence[fx.Node]:
-    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]
-    return found
+    results: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]
+    return results
 
 
 def _error(node: fx.Node, number: int, why: str) -> ValidationError:
-    what = (
+    message = (
         f"{node.meta.get('key', node.name)} in the trace of stage {number} is not justified: {why}"
     )
-    return invalid(what, where_of(node))
+    return invalid(message, where_of(node))
 
 
 def _missing_error(stage: Trace, number: int, name: str, why: str) -> ValidationError:
@@ -211,27 +211,27 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     """
     pipeline, how = plan.as_pipeline, program.microbatches
     if how.num != pipeline.num_microbatches:
-        what = (
+        message = (
             f"the program has {how.num} microbatches, but the plan has {pipeline.num_microbatches}"
         )
-        raise invalid(what)
+        raise invalid(message)
     part = trace if how.num == 1 else program.trace
-    found = validate_microbatches(trace, part, how, promised=pipeline.independent)
+    report = validate_microbatches(trace, part, how, promised=pipeline.independent)
     stages = cut_trace(part, pipeline.positions).stages
     check_stages(part, stages)
-    for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
-        found = found.join(validate_program(stage, staged, made))
+    for stage, staged, stage_program in zip(stages, pipeline.stages, program.stages, strict=True):
+        report = report.join(validate_program(stage, staged, stage_program))
     _check_sums(program)
     _check_crossings(program)
     _check_shared(stages, program)
     if program.schedule != pipeline.schedule:
-        what = (
+        message = (
             f"the schedule of the program is {program.schedule!r}, but the plan has"
             f" {pipeline.schedule!r}"
         )
-        raise invalid(what)
+        raise invalid(message)
     check_order(program, pipeline.schedule, pipeline.num_ranks)
-    return found
+    return report
 
 
 def _check_sums(program: Program) -> None:
@@ -240,11 +240,11 @@ def _check_sums(program: Program) -> None:
     for number, stage in enumerate(program.stages):
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
-            what = (
+            message = (
                 f"stage {number} does not sum gradients over {program.microbatches.num}"
                 f" microbatches, although it trains {trained[0]!r}"
             )
-            raise invalid(what)
+            raise invalid(message)
 
 
 def _check_crossings(program: Program) -> None:
@@ -255,11 +255,11 @@ def _check_crossings(program: Program) -> None:
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
-            what = (
+            message = (
                 f"{name} is sent by stage {number} as {leaving.get(name)}, but the next stage"
                 f" expects {arriving.get(name)}"
             )
-            raise invalid(what)
+            raise invalid(message)
 
 
 def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
@@ -269,17 +269,17 @@ def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
     for number, stage in enumerate(stages):
         for p in stage.parameters:
             holders[p.name] = (*holders.get(p.name, ()), number)
-    due = {name: held for name, held in holders.items() if len(held) > 1}
+    due = {name: numbers for name, numbers in holders.items() if len(numbers) > 1}
     if dict(program.shared) != due:
         name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
-        what = (
+        message = (
             f"the gradient of {name!r} is summed over stages {program.shared.get(name, ())}, but"
             f" stages {due.get(name, ())} hold the parameter"
         )
-        raise invalid(what)
-    for name, held in due.items():
-        rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
+        raise invalid(message)
+    for name, numbers in due.items():
+        rests = {t.layout for s in numbers for t in program.stages[s].parameters if t.name == name}
         if len(rests) > 1:
             raise invalid(
-                f"the copies of {name!r} in stages {held} are stored in different layouts"
+                f"the copies of {name!r} in stages {numbers} are stored in different layouts"
             )

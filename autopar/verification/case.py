@@ -60,19 +60,19 @@ class Widened(TorchDispatchMode):
             tuple(map(self._wide, args)),
             {name: self._wide(x) for name, x in (kwargs or {}).items()},
         )
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and not any(
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not any(
             isinstance(x, Tensor) for x in args
         ):  # a factory function without a dtype uses the default dtype
-            wanted = self._wide(made.dtype)
-            return made if wanted == made.dtype else made.to(wanted)
-        return made
+            wide_dtype = self._wide(result.dtype)
+            return result if wide_dtype == result.dtype else result.to(wide_dtype)
+        return result
 
     def _wide(self, x: Any) -> Any:
         if not isinstance(x, torch.dtype) or not (x.is_floating_point or x.is_complex):
             return x
-        wanted = self._complex if x.is_complex else self._dtype
-        return wanted if x.itemsize < wanted.itemsize else x
+        wide_dtype = self._complex if x.is_complex else self._dtype
+        return wide_dtype if x.itemsize < wide_dtype.itemsize else x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,8 +108,10 @@ def _eps_of(dtype: torch.dtype) -> float:
     known = [torch.finfo(each).eps for each in dict.fromkeys((dtype, torch.float32))]
     x = torch.tensor([1e-3], dtype=dtype)
     normed = torch.nn.functional.rms_norm(x, (1,)).double()
-    wanted = [x.double() / (x.double() ** 2 + eps) ** 0.5 for eps in known]
-    return min(zip(known, wanted, strict=True), key=lambda pair: float((pair[1] - normed).abs()))[0]
+    expected = [x.double() / (x.double() ** 2 + eps) ** 0.5 for eps in known]
+    return min(zip(known, expected, strict=True), key=lambda pair: float((pair[1] - normed).abs()))[
+        0
+    ]
 
 
 # Ops that create or move numbers in a small dtype are as exact as in a larger one.
@@ -210,7 +212,7 @@ class Case:
         floating = [
             p.dtype.to_real() for p in model.parameters() if p.is_floating_point() or p.is_complex()
         ]
-        own = narrow_dtype(
+        own_dtype = narrow_dtype(
             min(floating, key=lambda d: d.itemsize, default=torch.get_default_dtype()),
             trace.precision,
         )
@@ -225,8 +227,8 @@ class Case:
             tensors,
             tuple(leaves[i.path] for i in trace.inputs),
             dtype,
-            dtype or own,
-            own,
+            dtype or own_dtype,
+            own_dtype,
         )
 
     @property
@@ -307,15 +309,15 @@ class Case:
             step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
             return replace(step, outputs=self._returned_outputs(step.outputs)), lower
         if self.program.microbatches.counts:
-            what = (
+            message = (
                 "every microbatch draws its own random numbers, which match no sample of the"
                 " batch, but the loss is divided by a count over all microbatches"
             )
             raise VerificationError(
-                what, remedy=("verify in eval mode, or use a plan with one microbatch")
+                message, remedy=("verify in eval mode, or use a plan with one microbatch")
             )
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
-        how, found = self.program.microbatches, dict[str, torch.dtype]()
+        how, lower_dtypes = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
         answers = self._tangents_of_parts()
         steps: list[Results] = []
@@ -324,21 +326,23 @@ class Case:
             step, lower = self._run_plain(
                 args, kwargs, PositionalDraws(state + number), answers[number]
             )
-            found |= lower
+            lower_dtypes |= lower
             steps.append(step)
-        made = self._returned_outputs(steps[0].outputs)
-        outputs = {path: how.join(path, [step.outputs[path] for step in steps]) for path in made}
+        returned = self._returned_outputs(steps[0].outputs)
+        outputs = {
+            path: how.join(path, [step.outputs[path] for step in steps]) for path in returned
+        }
         gradients = {
             name: torch.stack([step.gradients[name] * how.weight for step in steps]).sum(0)
             for name in steps[0].gradients
         }
-        return Results(outputs, steps[-1].buffers, gradients), found
+        return Results(outputs, steps[-1].buffers, gradients), lower_dtypes
 
     def _returned_outputs(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Select the outputs that the program returns. With several microbatches, these are the
         outputs that can be joined."""
-        made = self.program.microbatches.outputs
-        return {path: x for path, x in outputs.items() if path in made}
+        returned = self.program.microbatches.outputs
+        return {path: x for path, x in outputs.items() if path in returned}
 
     def _tangents_of_parts(self) -> list[dict[str, Tensor]]:
         """Return the gradients with which the backward of each microbatch begins.
@@ -347,18 +351,21 @@ class Case:
         program.
         """
         program = self.program
-        found: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
+        tangents: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
         device = device_of(self.tensors.values())
         for o in () if self.loss is not None else program.trace.differentiable:
             dtype = promoted_dtype(o.dtype, self.dtype)
             parts = [
-                torch.zeros(o.shape, dtype=dtype, device=device, requires_grad=True) for _ in found
+                torch.zeros(o.shape, dtype=dtype, device=device, requires_grad=True)
+                for _ in tangents
             ]
-            whole = program.microbatches.join(o.path, list(parts))
-            whole.backward(tangent_of(o.path, whole.shape, dtype, is_loss=False).to(device))
-            for mine, part in zip(found, parts, strict=True):
+            full_output = program.microbatches.join(o.path, list(parts))
+            full_output.backward(
+                tangent_of(o.path, full_output.shape, dtype, is_loss=False).to(device)
+            )
+            for mine, part in zip(tangents, parts, strict=True):
                 mine[o.path] = torch.zeros_like(part) if part.grad is None else part.grad
-        return found
+        return tangents
 
     def _run_plain(
         self,
@@ -435,23 +442,27 @@ class Case:
             as_asked = self.dtype is None or self.dtype == self.own
             if as_asked and self.trace.precision is None:
                 raise
-            said = next(iter(str(error).splitlines()), type(error).__name__)
-            where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            condition = (
+                f" with parameters in {self.own} and buffers as they are" if as_asked else ""
+            )
             # Without a precision, the caller catches this error and verifies in the model's dtype.
             remedy = "verify in a wider dtype: pass dtype=torch.float64"
-            raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
+            raise PlainModelError(
+                f"the plain model fails{condition}: {first_line}", remedy=remedy
+            ) from error
 
     def _backward(self, outputs: Mapping[str, Any], answers: Mapping[str, Tensor]) -> None:
         """Run backward from the loss, or from the tangents that replace a user's loss. `answers`
         holds the tangents if only a part of the batch ran."""
         ends = [(outputs[o.path], o) for o in self.trace.differentiable]
-        whole = [
+        full_outputs = [
             None if o.path in answers else tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss)
             for x, o in ends
         ]
         tangents = [
             (answers[o.path] if made is None else made).to(x)
-            for made, (x, o) in zip(whole, ends, strict=True)
+            for made, (x, o) in zip(full_outputs, ends, strict=True)
         ]
         if ends:
             torch.autograd.backward([x for x, _ in ends], tangents)
@@ -469,11 +480,11 @@ class Case:
     def _input(self, x: Any) -> Any:
         """Return a leaf of the call for the plain model. It is a copy with its own gradient if the
         user's tensor requires a gradient."""
-        given = self._narrow(self._promote(x))
+        leaf = self._narrow(self._promote(x))
         return (
-            given.detach().requires_grad_()
+            leaf.detach().requires_grad_()
             if isinstance(x, Tensor) and x.requires_grad and self.trace.differentiable
-            else given
+            else leaf
         )
 
     def _of_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -523,13 +534,13 @@ class _LowerDtypes(TorchDispatchMode):
 def _copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of a model. Tensor attributes other than parameters and buffers may be
     computed, as by `weight_norm`; they are detached."""
-    held = [
+    tensor_attributes = [
         value
         for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     ]
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in held})
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in tensor_attributes})
 
 
 def _gradient(parameter: Tensor) -> Tensor:

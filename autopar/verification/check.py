@@ -87,7 +87,7 @@ def diagnose(case: Case, summary: str) -> None:
     limit = tolerance_of(case.computed)
     mesh = case.program.stages[0].mesh
     traced = {node.name: node for node in trace.graph.nodes}
-    seen: set[fx.Node] = set()
+    compared: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
         """Compare the ranks' results of an emitted node with the results of its traced node.
@@ -100,9 +100,9 @@ def diagnose(case: Case, summary: str) -> None:
         Raises:
             VerificationError: if they differ by more than rounding explains.
         """
-        if node in seen:  # the node runs again for a later microbatch
+        if node in compared:  # the node runs again for a later microbatch
             return
-        seen.add(node)
+        compared.add(node)
         if (
             node.op == "placeholder"
             or "holds" not in node.meta
@@ -327,12 +327,12 @@ def _compare_across_dtypes(
         TypeError,
     ):  # the program may have no kernel in this dtype either
         return None
-    dtype, own = (str(d).removeprefix("torch.") for d in (case.computed, smallest))
+    dtype, own_dtype = (str(d).removeprefix("torch.") for d in (case.computed, smallest))
     return (
         replace(
             result,
             lower_parts=(),
-            instead_of=f"{dtype}: {why_not}; it ran in {own}, the program in {dtype}",
+            instead_of=f"{dtype}: {why_not}; it ran in {own_dtype}, the program in {dtype}",
         )
         if result.ok
         else None
@@ -342,9 +342,9 @@ def _compare_across_dtypes(
 def _compare_in_own_dtype(case: Case, why_not: str, tolerance: float | None) -> Verification:
     """Return the comparison in the model's own dtype, with the reason why it is not in the
     requested dtype."""
-    own = replace(case, dtype=None, computed=case.own)
+    own_case = replace(case, dtype=None, computed=case.own)
     return replace(
-        _compare_case(own, *_plain(own), tolerance),
+        _compare_case(own_case, *_plain(own_case), tolerance),
         instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}",
     )
 
@@ -440,19 +440,23 @@ def _compare_magnified(
         or case.dtype in (None, case.own)
     ):
         return None
-    apart = (
+    magnified = (
         f"the ops in {', '.join(result.lower_parts[:2])} and the rest of the model differ by"
         f" {result.max_error:.0e}"
     )
     try:
-        own = _compare_in_own_dtype(
+        own_comparison = _compare_in_own_dtype(
             case,
-            f"{apart}; the program is within {result.traced:.0e} of the traced graph",
+            f"{magnified}; the program is within {result.traced:.0e} of the traced graph",
             tolerance,
         )
     except VerificationError:
         return None
-    return own if own.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED) else None
+    return (
+        own_comparison
+        if own_comparison.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED)
+        else None
+    )
 
 
 def _worst_value(errors: Errors) -> float:

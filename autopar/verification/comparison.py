@@ -208,12 +208,12 @@ class Verification:
     @property
     def rows(self) -> tuple[tuple[str, str, float], ...]:
         """(kind, name, error) of all compared tensors, the largest error first."""
-        found = [("loss", "loss", self.loss)] if self.loss is not None else []
-        found += [("output", n, e) for n, e in self.outputs.items()]
-        found += [("buffer", n, e) for n, e in self.buffers.items()] + [
+        errors = [("loss", "loss", self.loss)] if self.loss is not None else []
+        errors += [("output", n, e) for n, e in self.outputs.items()]
+        errors += [("buffer", n, e) for n, e in self.buffers.items()] + [
             ("gradient", n, e) for n, e in self.gradients.items()
         ]
-        return tuple(sorted(found, key=lambda row: -row[2]))
+        return tuple(sorted(errors, key=lambda row: -row[2]))
 
     @property
     def worst(self) -> str:

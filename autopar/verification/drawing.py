@@ -97,13 +97,13 @@ def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> Draws
         {n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs}
         for t in (whole, part)
     ]
-    found = {
+    dims_by_draw = {
         number: cut_dim(shape, shapes[1][number], num)
         for number, shape in shapes[0].items()
         if number in shapes[1]
     }
-    dims = {number: dim for number, dim in found.items() if dim is not None and dim >= 0}
-    return DrawsBySample(state, dims, num) if len(dims) == len(found) else None
+    dims = {number: dim for number, dim in dims_by_draw.items() if dim is not None and dim >= 0}
+    return DrawsBySample(state, dims, num) if len(dims) == len(dims_by_draw) else None
 
 
 Drawn = Callable[[PositionalDraws, Any, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -150,9 +150,9 @@ def _draw_into(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, .
     def run(
         mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        given = {name: value for name, value in kwargs.items() if name != "generator"}
+        keywords = {name: value for name, value in kwargs.items() if name != "generator"}
         return args[0].copy_(
-            mode.draw(kind, args[0].shape, *settings(*args, **given), args[0].dtype)
+            mode.draw(kind, args[0].shape, *settings(*args, **keywords), args[0].dtype)
         )
 
     return run
@@ -230,8 +230,8 @@ def _gamma(
 def _dirichlet(
     mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    made = _gamma(mode, func, args, kwargs)
-    return made / made.sum(-1, keepdim=True)
+    gammas = _gamma(mode, func, args, kwargs)
+    return gammas / gammas.sum(-1, keepdim=True)
 
 
 def _permutation(

@@ -109,14 +109,14 @@ def _scale_of_squares(node: fx.Node, value: Tensor, scales: Scales) -> float:
 
 def _scale_of_contraction(node: fx.Node, value: Tensor, scales: Scales) -> float:
     equation, *operands = node.args
-    inputs, kept = str(equation).split("->")
+    inputs, result_term = str(equation).split("->")
     sizes = {
         x: size
         for term, read in zip(inputs.split(","), operands, strict=False)
         for x, size in zip(term, read.meta["val"].shape, strict=True)
     }
     product = math.prod(_scale(x, scales) for x in operands[:2]) * math.prod(
-        size for x, size in sizes.items() if x not in kept
+        size for x, size in sizes.items() if x not in result_term
     )
     return product + sum(_scale(x, scales) for x in operands[2:])
 

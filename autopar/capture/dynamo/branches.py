@@ -79,8 +79,8 @@ def _copy_function(function: Any) -> Any:
 
 def _translators(kind: Any) -> Iterator[Any]:
     yield kind
-    for each in kind.__subclasses__():
-        yield from _translators(each)
+    for subclass in kind.__subclasses__():
+        yield from _translators(subclass)
 
 
 def _skipping_raises(handler: _Handler, lines: list[str]) -> _Handler:

@@ -153,9 +153,9 @@ class Origins:
             result: a tensor, or a structure of tensors.
         """
         positions = frozenset().union(*map(self._positions, operands))
-        for made in tree_leaves(result):
-            if isinstance(made, FakeTensor):
-                self._of[made] = positions
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                self._of[leaf] = positions
         tags = getattr(func, "tags", ())  # higher-order ops have no tags
         if _READING in tags:
             self.note_read(operands)
@@ -168,9 +168,9 @@ class Origins:
             self.read.append(frozenset().union(*map(self._positions, operands)))
 
     def _positions(self, tensor: FakeTensor) -> frozenset[Key]:
-        found = self._of.get(tensor)
-        if found is not None:
-            return frozenset(found)
+        positions = self._of.get(tensor)
+        if positions is not None:
+            return frozenset(positions)
         return frozenset() if tensor.constant is not None else frozenset((_ELSEWHERE,))
 
     @contextlib.contextmanager
@@ -302,8 +302,8 @@ def _value_created(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> tor
     """Return the value of a tensor that an op creates from plain numbers; None for other ops."""
     with no_dispatch():
         if func in _MAKING:
-            made: torch.Tensor = func(*args, **kwargs)
-            return made
+            created: torch.Tensor = func(*args, **kwargs)
+            return created
         fill = (
             0
             if func in _ZEROS
@@ -425,9 +425,9 @@ def _index_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
         return
     if name in ("getitem", "setitem") and tensor_of(node.args[0]) is not None:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        found = tuple(entry for each in index for entry in _numbers(node, each, written))
-        if found != index:
-            node.args = (node.args[0], found, *node.args[2:])
+        new_index = tuple(entry for each in index for entry in _numbers(node, each, written))
+        if new_index != index:
+            node.args = (node.args[0], new_index, *node.args[2:])
     elif name == "masked_select" and not node.kwargs:
         source, mask = node.args
         numbers = _numbers(node, mask, written)
@@ -462,20 +462,24 @@ def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple
 
 
 def _repeat_by_numbers(node: fx.Node) -> None:
-    given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    repeats, source, dim = _known(given.get("repeats")), given.get("input"), given.get("dim")
-    held = tensor_of(source)
+    arguments = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    repeats, source, dim = (
+        _known(arguments.get("repeats")),
+        arguments.get("input"),
+        arguments.get("dim"),
+    )
+    source_tensor = tensor_of(source)
     if (
         repeats is None
-        or held is None
+        or source_tensor is None
         or not isinstance(source, fx.Node)
         or repeats.numel() > _MOST_KNOWN
     ):
         return
-    length = held.numel() if dim is None else held.shape[dim]
+    length = source_tensor.numel() if dim is None else source_tensor.shape[dim]
     with no_modes():
-        each = repeats.expand(length) if repeats.numel() == 1 else repeats
-        numbers = torch.arange(length).repeat_interleave(each)
+        counts = repeats.expand(length) if repeats.numel() == 1 else repeats
+        numbers = torch.arange(length).repeat_interleave(counts)
     with node.graph.inserting_before(node):
         rows = source if dim is not None else node.graph.call_method("reshape", (source, -1))
         rows.meta = dict(rows.meta or node.meta)
@@ -489,9 +493,9 @@ def _repeat_by_numbers(node: fx.Node) -> None:
 
 
 def _literal(node: fx.Node, value: torch.Tensor) -> fx.Node:
-    made = node.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
-    made.meta = {name: held for name, held in node.meta.items() if name != "example_value"}
-    return made
+    constant = node.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+    constant.meta = {name: held for name, held in node.meta.items() if name != "example_value"}
+    return constant
 
 
 def _picks(node: fx.Node) -> bool:

@@ -75,13 +75,13 @@ def make_fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | Non
         precision: dtype of the result if `tensor` has a wider floating dtype, or None.
     """
     with mode:
-        made = torch.empty_strided(
+        fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=narrow_dtype(tensor.dtype, precision), device="cpu"
         )
     value = getattr(tensor, "constant", None)  # the known value of a fake tensor
-    if value is not None and made.dtype == value.dtype:
-        give_value(made, value)
-    return made
+    if value is not None and fake.dtype == value.dtype:
+        give_value(fake, value)
+    return fake
 
 
 def views_of_one_mode() -> contextlib.AbstractContextManager[object]:

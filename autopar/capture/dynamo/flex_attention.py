@@ -265,9 +265,9 @@ def text_of(
         reason = next(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
-        what = f"torch cannot trace it for one score: {reason}"
+        message = f"torch cannot trace it for one score: {reason}"
         raise UnwritableError(
-            what, remedy="write it with torch's elementwise functions (add, mul, exp, where)"
+            message, remedy="write it with torch's elementwise functions (add, mul, exp, where)"
         ) from error
     _write_out_numbers(traced)
     traced.graph.eliminate_dead_code()
@@ -297,22 +297,22 @@ def _fill_of(node: fx.Node) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
     position = _FILLING.get(node.target)
     if position is None:
         return None
-    made = node.meta["val"]
+    filled = node.meta["val"]
     return (
         position if isinstance(position, bool) else node.args[int(position[1:])],
-        made.dtype,
-        tuple(made.shape),
+        filled.dtype,
+        tuple(filled.shape),
     )
 
 
 def _number_of(value: Any) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
-    held = getattr(value, "constant", value)
+    constant = getattr(value, "constant", value)
     if (
-        not isinstance(held, torch.Tensor)
-        or held.numel() != 1
-        or held.dim()
-        or isinstance(held, torch._subclasses.FakeTensor)
+        not isinstance(constant, torch.Tensor)
+        or constant.numel() != 1
+        or constant.dim()
+        or isinstance(constant, torch._subclasses.FakeTensor)
     ):
         return None
     with torch.utils._python_dispatch._disable_current_modes():
-        return held.item(), held.dtype, ()
+        return constant.item(), constant.dtype, ()

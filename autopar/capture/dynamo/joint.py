@@ -172,7 +172,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             settle_rows(captured.graph)
             join_activations(captured.graph)
             join_norms(captured.graph)
-            out_leaves, out_spec, found = others_detached(
+            out_leaves, out_spec, differentiated = others_detached(
                 captured, (*call.args, *call.kwargs.values())
             )
             joint = aot_export_joint_with_descriptors(
@@ -202,7 +202,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
                 if node.op == "placeholder"
             ),
             results=_results(next(iter(reversed(module.graph.nodes)))),
-            loss=found.loss,
+            loss=differentiated.loss,
             in_leaves=call.in_leaves,
             known=call.known,
             in_spec=call.in_spec,

@@ -135,8 +135,10 @@ def others_detached(
         }
     )
     leaves, spec = flatten_with_paths(captured._dynamo_bytecode_unflatten(values, inputs))
-    given = {id(leaf) for leaf in leaves_of(inputs)}
-    batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
+    input_ids = {id(leaf) for leaf in leaves_of(inputs)}
+    batch = {
+        node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in input_ids
+    }
 
     def is_computed(tensor: torch.Tensor) -> bool:
         """Return whether a result depends on both the batch and a parameter."""
@@ -146,7 +148,7 @@ def others_detached(
             isinstance(n.meta.get("example_value"), nn.Parameter) for n in sources
         )
 
-    found = select_differentiated(
+    differentiated = select_differentiated(
         captured._dynamo_bytecode_unflatten(values, inputs), leaves, is_computed
     )
     returned: list[Any] = []
@@ -164,12 +166,14 @@ def others_detached(
                     ),
                 )
             node = results[id(leaf)]
-            if position not in found.positions:
+            if position not in differentiated.positions:
                 node = graph.call_method("detach", (node,))
-            returned.append(node if position == found.loss else graph.call_method("clone", (node,)))
+            returned.append(
+                node if position == differentiated.loss else graph.call_method("clone", (node,))
+            )
     output.args = (tuple(returned),)
     graph._codegen.dynamo_bytecode_unflatten = lambda results, _inputs: results
-    return leaves, spec, found
+    return leaves, spec, differentiated
 
 
 def _read_arguments(graph: fx.Graph, num: int) -> list[fx.Node]:
@@ -193,12 +197,12 @@ def _read_arguments(graph: fx.Graph, num: int) -> list[fx.Node]:
 
 def _sources(node: fx.Node) -> set[fx.Node]:
     """Return the placeholders that a node depends on."""
-    seen, stack = {node}, [node]
+    visited, stack = {node}, [node]
     while stack:
-        new = set(stack.pop().all_input_nodes) - seen
-        seen |= new
+        new = set(stack.pop().all_input_nodes) - visited
+        visited |= new
         stack += new
-    return {each for each in seen if each.op == "placeholder"}
+    return {each for each in visited if each.op == "placeholder"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ def refuse_changed_inputs(
             name = argument_name(
                 leaves[desc.mutated_input.idx][0], list(inspect.signature(model.forward).parameters)
             )
-            held = "x" if "." in name else name
+            local_name = "x" if "." in name else name
             raise CaptureError(
                 f"forward changes its input {name!r} in place; a program does not write to the"
                 " caller's tensors",
@@ -233,7 +237,8 @@ def refuse_changed_inputs(
                     source=user_line(node.meta.get("stack_trace") or ""),
                 ),
                 remedy=(
-                    f"change a copy (`{held} = {held}.clone()` before), or use an out-of-place op:"
+                    f"change a copy (`{local_name} = {local_name}.clone()` before), or use an "
+                    "out-of-place op:"
                     " x.masked_fill(...) instead of x.masked_fill_(...), a module with"
                     " `inplace=False`"
                 ),
@@ -280,10 +285,10 @@ def _call_then_require_grad(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     flag = kwargs.get("requires_grad")
     if flag is None or not flag.is_python_constant() or flag.as_python_constant() is not True:
         return _CALL(self, tx, args, kwargs)
-    made = _CALL(
+    created = _CALL(
         self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"}
     )
-    return made.call_method(tx, "requires_grad_", [], {})
+    return created.call_method(tx, "requires_grad_", [], {})
 
 
 def _backward_untraced(*args: Any, **kwargs: Any) -> Any:
@@ -302,16 +307,16 @@ _CHECKED = "aten::_linalg_check_errors"
 def checks_in_no_order() -> Iterator[None]:
     """Trace checks of results as plain calls without users; since torch 2.13 they are effects that
     are ordered by tokens."""
-    held = getattr(simple_registry.singleton.find(_CHECKED), "effect", None)
-    before = getattr(held, "effect", None)
-    if held is None or before is None:
+    effect_entry = getattr(simple_registry.singleton.find(_CHECKED), "effect", None)
+    before = getattr(effect_entry, "effect", None)
+    if effect_entry is None or before is None:
         yield
         return
-    held.register(None)
+    effect_entry.register(None)
     try:
         yield
     finally:
-        held.register(before)
+        effect_entry.register(before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,10 +329,10 @@ def logging_functions() -> set[Callable[..., Any]]:
     """Return the functions whose calls Dynamo skips: methods of loggers, `warnings.warn` and
     `print`."""
     loggers = [logging.getLogger(), *model_loggers()]
-    found = {
+    methods = {
         getattr(logger, name) for logger in loggers for name in _METHODS if hasattr(logger, name)
     }
-    functions = {getattr(method, "__func__", method) for method in found}
+    functions = {getattr(method, "__func__", method) for method in methods}
     return functions | {warnings.warn, print, *torch._dynamo.config.ignore_logging_functions}
 
 

@@ -86,12 +86,16 @@ class Prepared:
     def knowable(self, origins: Origins) -> frozenset[Key] | None:
         """Return the unknown inputs and buffers that may be known and on which alone a number, a
         shape or a branch depends; None if knowing more values would not help."""
-        found = [
+        candidates = [
             keys - self.known.keys()
             for keys in origins.unknown()
             if all(map(self._may_be_known, keys))
         ]
-        return frozenset().union(*found) if any(found) or (found and not self.is_reading) else None
+        return (
+            frozenset().union(*candidates)
+            if any(candidates) or (candidates and not self.is_reading)
+            else None
+        )
 
     def _may_be_known(self, key: Key) -> bool:
         return (
@@ -104,21 +108,21 @@ class Prepared:
         """Return the same call with these inputs and buffers also known."""
         fakes = self._fakes()
         with no_modes():
-            own = {
+            known_tensors = {
                 key: self.buffers[key].own if isinstance(key, str) else self.in_leaves[key][1]
                 for key in keys
             }
-            values = {key: tensor.detach().cpu().clone() for key, tensor in own.items()}
+            values = {key: tensor.detach().cpu().clone() for key, tensor in known_tensors.items()}
         for key, value in values.items():
             give_value(fakes[key], value)
         return replace(self, known={**self.known, **values}, is_reading=True)
 
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of args and kwargs for one run of forward, which may change them."""
-        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+        copied: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             torch.Tensor, _fresh_copy, (self.args, self.kwargs)
         )
-        return made
+        return copied
 
     def run(self, model: nn.Module) -> Any:
         """Call the model or a copy of it and return its results."""
@@ -168,9 +172,9 @@ def prepare_call(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(known_divergences())
-        own = dict(model.named_buffers(remove_duplicate=False))
+        real_buffers = dict(model.named_buffers(remove_duplicate=False))
         stack.enter_context(_fake_weights(model, mode, precision, frozen=inference))
-        buffers = {name: Buffer(own[name], fake) for name, fake in model.named_buffers()}
+        buffers = {name: Buffer(real_buffers[name], fake) for name, fake in model.named_buffers()}
         stack.enter_context(transformers_under_capture(model, args, kwargs))
         stack.enter_context(torch.set_grad_enabled(not inference))
         stack.enter_context(_ops_of_training())
@@ -209,20 +213,20 @@ def _fake_weights(
     fakes: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
+            for entries in (module._parameters, module._buffers):
+                for name, tensor in entries.items():
                     if tensor is None:
                         continue
                     if id(tensor) not in fakes:
                         fakes[id(tensor)] = _fake_weight(tensor, mode, precision).requires_grad_(
                             tensor.requires_grad and not frozen
                         )
-                    swapped.append((held, name, tensor))
-                    held[name] = fakes[id(tensor)]
+                    swapped.append((entries, name, tensor))
+                    entries[name] = fakes[id(tensor)]
         yield
     finally:
-        for held, name, tensor in swapped:
-            held[name] = tensor
+        for entries, name, tensor in swapped:
+            entries[name] = tensor
 
 
 def _fake_weight(

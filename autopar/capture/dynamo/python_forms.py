@@ -45,10 +45,10 @@ def unlocked_properties() -> contextlib.AbstractContextManager[object]:
 def _get(self: Any, instance: Any, owner: Any = None) -> Any:
     if instance is None:
         return self
-    held = instance.__dict__
-    if self.attrname not in held:
-        held[self.attrname] = self.func(instance)
-    return held[self.attrname]
+    attributes = instance.__dict__
+    if self.attrname not in attributes:
+        attributes[self.attrname] = self.func(instance)
+    return attributes[self.attrname]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -70,14 +70,14 @@ def tensors_given_twice() -> Iterator[None]:
 
 
 def _with_views_of_repeated(translator: Any, args: Sequence[Any]) -> list[Any]:
-    seen: list[Any] = []
-    given = []
+    previous: list[Any] = []
+    new_args = []
     for arg in args:
         value = arg.as_proxy().node.meta.get("example_value") if arg.is_tensor() else None
-        again = value is not None and any(value is other for other in seen)
-        seen.append(value)
-        given.append(arg.call_method(translator, "view_as", [arg], {}) if again else arg)
-    return given
+        again = value is not None and any(value is other for other in previous)
+        previous.append(value)
+        new_args.append(arg.call_method(translator, "view_as", [arg], {}) if again else arg)
+    return new_args
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,9 +270,9 @@ def known_divergences() -> contextlib.AbstractContextManager[object]:
 
 def _kinds(kind: type) -> Iterator[type]:
     below: list[type] = kind.__subclasses__()
-    for each in below:
-        yield each
-        yield from _kinds(each)
+    for subclass in below:
+        yield subclass
+        yield from _kinds(subclass)
 
 
 @functools.lru_cache(maxsize=1)
@@ -283,5 +283,5 @@ def _formulas(
     torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about pairs that the model may not use
-        found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}
-    return {pair: formula for pair, formula in found.items() if formula is not NotImplemented}
+        formulas = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}
+    return {pair: formula for pair, formula in formulas.items() if formula is not NotImplemented}

@@ -110,11 +110,11 @@ class Units:
         return self._homes[path]
 
     def _home(self, path: str) -> Home | None:
-        found = self.run.find(path)
-        if found is None:
+        position = self.run.find(path)
+        if position is None:
             return None
-        unit, within = divmod(found[0], self.run.period)
-        return (unit, f"{within}{found[1]}") if unit < self.run.num_units else None
+        unit, within = divmod(position[0], self.run.period)
+        return (unit, f"{within}{position[1]}") if unit < self.run.num_units else None
 
     def path(self, unit: int, rest: str) -> str:
         """Return the full path for a unit and a rest as returned by `home`."""
@@ -127,8 +127,8 @@ class Units:
             for node in self.graph.nodes
             if node.op == "call_function" and node.meta["phase"] == phase
         ]
-        found = [self.home(node.meta["module"]) for node in nodes]
-        units = [home[0] if home else None for home in found]
+        homes = [self.home(node.meta["module"]) for node in nodes]
+        units = [home[0] if home else None for home in homes]
         if not set(order) <= set(units):
             missing = next(unit for unit in order if unit not in units)
             raise NotFoldable(
@@ -174,13 +174,13 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
     """
     _Readers(units, results).check()
     merge = _Merge(units)
-    own = _equal_border(units, placeholders)
+    inputs = _equal_border(units, placeholders)
     forward = tuple(merge.steps(units.forward))
     backward = tuple(merge.steps(units.backward))
-    made = _equal_border(
+    result_entries = _equal_border(
         units, {entry: node for entry, node in results.items() if entry[0] != "output"}
     )
-    found = [
+    crossing = [
         (
             entry,
             merge.value(
@@ -188,11 +188,11 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
                 results[_full_name(units, units.two, entry)],
             ),
         )
-        for entry in made
+        for entry in result_entries
     ]
-    if any(not isinstance(value, Ref) or value.kind is not UnitKind.HERE for _, value in found):
+    if any(not isinstance(value, Ref) or value.kind is not UnitKind.HERE for _, value in crossing):
         raise NotFoldable(f"a gradient of {units.run.name} is not computed in its layer", units.run)
-    return Pattern(forward, backward, own, tuple(found))
+    return Pattern(forward, backward, inputs, tuple(crossing))
 
 
 def _full_name(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:

@@ -45,14 +45,14 @@ def repeat_attributes(
     as its counterpart in the first unit."""
     by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
     stay = []
-    for each in attributes:
-        found = run.find(each.path)
-        if found is not None:
-            by_layer.setdefault(found[0], []).append((each, found[1]))
+    for attribute in attributes:
+        run_place = run.find(attribute.path)
+        if run_place is not None:
+            by_layer.setdefault(run_place[0], []).append((attribute, run_place[1]))
         if (
-            found is None or found[0] not in run.removed_positions
+            run_place is None or run_place[0] not in run.removed_positions
         ):  # the module that replaces a removed layer has the same path
-            stay.append(each)
+            stay.append(attribute)
     added = [
         replace(each, path=f"{run.layers[position]}{inner}")
         for position in run.removed_positions
@@ -130,14 +130,14 @@ class _Repetition:
                     for step in steps:
                         self.copies[unit][phase].append(self._node(step, unit))
         self._redirect()
-        made = {
+        copies = {
             unit: {
                 entry: self.copies[unit][ref.offset[0]][ref.offset[1]]
                 for entry, ref in self.pattern.results
             }
             for unit in self.inserted
         }
-        results = self._join_border(self.results, made)
+        results = self._join_border(self.results, copies)
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (tuple(results.values()),)
         placeholders = self._join_border(self.placeholders, self.own)

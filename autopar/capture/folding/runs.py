@@ -88,13 +88,13 @@ def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequ
     )
     before, after = facts[later - 1], facts[later]
     names = [name for name in {**before, **after} if before.get(name, ...) != after.get(name, ...)]
-    what = repr(names[0].strip()) if names else "the order of their attributes"
+    aspect = repr(names[0].strip()) if names else "the order of their attributes"
     (holder, _, one), (other_holder, _, other) = (
         path.rpartition(".") for path in paths[later - 1 : later + 1]
     )
     if holder != other_holder:
-        return f"{paths[later - 1]} and {paths[later]} differ in {what}"
-    return f"layers {one} and {other} of {holder or 'the model'} differ in {what}"
+        return f"{paths[later - 1]} and {paths[later]} differ in {aspect}"
+    return f"layers {one} and {other} of {holder or 'the model'} differ in {aspect}"
 
 
 def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:

@@ -50,9 +50,9 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for now, held in saved:
+        for now, contents_before in saved:
             now.clear()
-            now.update(held)
+            now.update(contents_before)
         for value, before in saved_inner:
             _restore(value, before)
         random.setstate(python)
@@ -128,7 +128,7 @@ def cut_runs(model: nn.Module, runs: Sequence[Run], way: CutWay) -> Kept:
             vars(holder)["_modules"] = {**holder._modules, name: Passing(holder._modules[name])}
         return {}
     _cut_lists(model, {id(model.get_submodule(path)) for path in removed})
-    kept: dict[str, Mapping[str, str]] = {}
+    renamed_by_run: dict[str, Mapping[str, str]] = {}
     waiting = {_parent(path) for path in removed}
     while waiting:
         path = max(
@@ -140,8 +140,8 @@ def cut_runs(model: nn.Module, runs: Sequence[Run], way: CutWay) -> Kept:
             removed.add(path)
             waiting.add(_parent(path))
         else:
-            kept[path] = names
-    return kept
+            renamed_by_run[path] = names
+    return renamed_by_run
 
 
 def _parent(path: str) -> str:
@@ -169,8 +169,8 @@ def _cut_members(
     elif way is CutWay.COUNTED:
         for run in here:
             of_run = [name for name in names if prefix + name in run.layers]
-            left = [name for name in of_run if prefix + name not in removed]
-            first = dict(zip(left, of_run, strict=False))
+            remaining = [name for name in of_run if prefix + name not in removed]
+            first = dict(zip(remaining, of_run, strict=False))
             now = [first.get(name, name) for name in now]
     vars(holder)["_modules"] = type(members)(
         (name, members[names[position]]) for name, position in zip(now, stay, strict=True)
@@ -193,11 +193,11 @@ def _shorten_attributes(
         stay: positions of the children that remain.
         lengths: number of layers → the reduced number.
     """
-    left, every = {names[position] for position in stay}, set(names)
+    remaining, every = {names[position] for position in stay}, set(names)
     for name, value in attributes.items():
         if type(value) in (list, tuple) and len(value) > 1:
             if all(type(item) is str and item in every for item in value):
-                attributes[name] = type(value)(item for item in value if item in left)
+                attributes[name] = type(value)(item for item in value if item in remaining)
             elif len(value) == len(names) and not any(
                 isinstance(item, nn.Module) for item in value
             ):

@@ -221,9 +221,11 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
 
 def _copies(name: str, run: Run) -> Iterator[str]:
     """Yield the names of a buffer in all units of a run; nothing if the run does not contain it."""
-    found = run.find(name)
-    if found is not None:
-        yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
+    position = run.find(name)
+    if position is not None:
+        yield from (
+            f"{layer}{position[1]}" for layer in run.layers[run.like(position[0]) :: run.period]
+        )
 
 
 def _is_equal(call: Prepared, name: str, other: str) -> bool:
@@ -252,17 +254,19 @@ def repeat_closures(
         model: the full model.
         run: the run to repeat.
     """
-    layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
+    layers, variables = [model.get_submodule(path) for path in run.layers], tuple(outside)
     added = []
     for position in run.removed_positions:
         pairs = zip(
             _cells(layers[run.like(position)]), _cells(layers[position]), strict=True
         )  # equal layers have equal functions
-        own = {id(theirs): its for theirs, its in pairs if its is not theirs}
+        counterparts = {id(theirs): its for theirs, its in pairs if its is not theirs}
         added += [
-            replace(each, holder=own[id(each.holder)]) for each in found if id(each.holder) in own
+            replace(each, holder=counterparts[id(each.holder)])
+            for each in variables
+            if id(each.holder) in counterparts
         ]
-    return found + tuple(added)
+    return variables + tuple(added)
 
 
 def _cells(layer: nn.Module) -> Iterator[types.CellType]:
@@ -276,20 +280,20 @@ def _cells(layer: nn.Module) -> Iterator[types.CellType]:
 
 
 def _cells_within(value: Any, depth: int = 0) -> Iterator[types.CellType]:
-    held: Iterable[Any] = ()
+    items: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
-        held = value
+        items = value
     elif isinstance(value, dict):
-        held = (item for pair in value.items() for item in pair)
+        items = (item for pair in value.items() for item in pair)
     elif isinstance(value, types.MethodType):
-        held = (value.__self__,)
+        items = (value.__self__,)
     elif isinstance(value, functools.partial):
-        held = (value.func, value.args, value.keywords)
+        items = (value.func, value.args, value.keywords)
     elif isinstance(value, types.FunctionType):
         yield from value.__closure__ or ()
-        held = (value.__defaults__, *contents(value))
-    for each in held if depth < DEPTH else ():
-        yield from _cells_within(each, depth + 1)
+        items = (value.__defaults__, *contents(value))
+    for member in items if depth < DEPTH else ():
+        yield from _cells_within(member, depth + 1)
 
 
 Replaced = Mapping[Run, Sequence[Run]]
@@ -351,7 +355,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
     call = know_all_copies(call, runs)
     way = _check(model, call, runs)
     with preserve_model(model):
-        kept = cut_runs(model, runs, way)
+        renamed = cut_runs(model, runs, way)
         try:
             raw = raw_joint(model, call)
         except ReadsInputs:
@@ -359,11 +363,11 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
         except CaptureError as error:
             raise NotFoldable(f"the shortened model cannot be captured: {error.what}") from error
     names = [
-        tuple(_rename_entry(entry, kept) for entry in entries)
+        tuple(_rename_entry(entry, renamed) for entry in entries)
         for entries in (raw.placeholders, raw.results)
     ]
     attributes = tuple(
-        replace(each, path=renumber_path(each.path, kept)) for each in raw.attributes
+        replace(each, path=renumber_path(each.path, renamed)) for each in raw.attributes
     )
     outside = raw.outside
     for run in runs:
@@ -371,7 +375,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
             repeat_attributes(attributes, run),
             repeat_closures(outside, model, run),
         )
-    unkept = tuple(renumber_path(name, kept) for name in raw.unkept)
+    unkept = tuple(renumber_path(name, renamed) for name in raw.unkept)
     full = replace(
         raw,
         placeholders=names[0],
@@ -380,7 +384,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
         outside=outside,
         unkept=unkept,
     )
-    return Shortened(full, runs, kept)
+    return Shortened(full, runs, renamed)
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> CutWay:

@@ -304,10 +304,10 @@ class Stream(TorchDispatchMode):
         return value
 
     def _origin(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        made = tensor.__dict__.get(_TAG)
-        if made is None:
+        tag = tensor.__dict__.get(_TAG)
+        if tag is None:
             return self._constant(tensor)
-        run, unit, offset, number = made
+        run, unit, offset, number = tag
         if run == OUTSIDE:
             return offset, number
         if run == "weight":
@@ -358,13 +358,13 @@ class Stream(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         tensors: list[torch.Tensor] = []
-        what = (
+        op_text = (
             func,
             torch.is_grad_enabled(),
             self.describe(args, tensors),
             self.describe(kwargs, tensors) if kwargs else (),
         )
-        results = self.answer(what, tensors, lambda: func(*args, **(kwargs or {})))
+        results = self.answer(op_text, tensors, lambda: func(*args, **(kwargs or {})))
         self.tag(results)
         self.offset += 1
         return results

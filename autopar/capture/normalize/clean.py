@@ -44,7 +44,7 @@ _COMPUTED: dict[
 
 def clean(graph: fx.Graph) -> None:
     """Simplify every node once, in graph order, so that its operands are simplified before."""
-    seen: dict[tuple[str, ...], fx.Node] = {}
+    first_nodes: dict[tuple[str, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_tensor(node):
             continue
@@ -52,7 +52,7 @@ def clean(graph: fx.Graph) -> None:
         _set_dtype(node)
         simpler = _SIMPLER.get(node.target, _itself)(node)
         if simpler is node and node.target in _VIEWS:
-            simpler = seen.setdefault(
+            simpler = first_nodes.setdefault(
                 (str(node.target), str(node.args), node.meta["module"], node.meta["phase"]), node
             )
         if simpler is not node:
@@ -158,13 +158,15 @@ def _respell_transpose(node: fx.Node) -> None:
 
 
 def _respell_slice(node: fx.Node) -> None:
-    source, given = (
+    source, arguments = (
         node.args[0],
         dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False)),
     )
-    dim = given.get("dim", 0) % len(shape_of(source))
-    start, end, _ = slice(given.get("start"), given.get("end")).indices(shape_of(source)[dim])
-    node.args = (source, dim, start, end, given.get("step", 1))
+    dim = arguments.get("dim", 0) % len(shape_of(source))
+    start, end, _ = slice(arguments.get("start"), arguments.get("end")).indices(
+        shape_of(source)[dim]
+    )
+    node.args = (source, dim, start, end, arguments.get("step", 1))
 
 
 def _respell_empty(node: fx.Node) -> None:
@@ -207,9 +209,9 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
     order, and `source` has the same number of elements."""
     base, other = node.args[0].meta["val"], source.meta["val"]
     size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
-    seen = torch.empty_strided(size, stride, device="meta")
-    in_order = base.is_contiguous() and seen.is_contiguous() and not any(offset)
-    return in_order and seen.numel() == base.numel() == other.numel()
+    viewed = torch.empty_strided(size, stride, device="meta")
+    in_order = base.is_contiguous() and viewed.is_contiguous() and not any(offset)
+    return in_order and viewed.numel() == base.numel() == other.numel()
 
 
 def _keeps_device(node: fx.Node) -> bool:
@@ -350,10 +352,10 @@ def rejoin(graph: fx.Graph) -> None:
     sweep(graph)
     for node in calls(graph, aten.stack.default, aten.cat.default):
         dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))
-        whole = _whole(node.args[0], dim)
-        if whole is not None:
+        joined = _whole(node.args[0], dim)
+        if joined is not None:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_viewed_as(node, whole))
+                node.replace_all_uses_with(_viewed_as(node, joined))
     sweep(graph)
 
 
@@ -374,16 +376,16 @@ def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
     """Return the tensor whose parts of dim `dim` are `parts`, in order; None if there is none."""
     sources, end = set(), 0
     for part in parts:
-        found = _part(part)
-        if found is None or found[1:3] != (dim, end):
+        sliced = _part(part)
+        if sliced is None or sliced[1:3] != (dim, end):
             return None
-        sources.add(found[0])
-        end = found[3]
-    whole = sources.pop()
+        sources.add(sliced[0])
+        end = sliced[3]
+    source = sources.pop()
     return (
-        whole
+        source
         if not sources
-        and end == shape_of(whole)[dim]
+        and end == shape_of(source)[dim]
         and len({shape_of(part) for part in parts}) == 1
         else None
     )

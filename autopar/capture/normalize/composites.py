@@ -78,10 +78,10 @@ def see_experts(graph: fx.Graph) -> None:
     """Give every weight that only experts read through views of one shape, and its gradient, the
     shape of these views."""
     for node in calls(graph, ops.experts):
-        seen = node.args[3]
-        if seen.target is not aten.view.default or seen.args[0].op != "placeholder":
+        weight_view = node.args[3]
+        if weight_view.target is not aten.view.default or weight_view.args[0].op != "placeholder":
             continue
-        weight, shape = seen.args[0], shape_of(seen)
+        weight, shape = weight_view.args[0], shape_of(weight_view)
         views = list(weight.users)
         if all(_is_read_as(view, shape) for view in views):
             for view in views:
@@ -102,10 +102,10 @@ def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
 
 def _gradients(view: fx.Node) -> list[fx.Node]:
     """Return the views that convert the gradients of `view` to the shape of the weight."""
-    made = [user for user in view.users if user.target is ops.experts_backward]
+    gradient_nodes = [user for user in view.users if user.target is ops.experts_backward]
     parts = [
         part
-        for node in made
+        for node in gradient_nodes
         for part in node.users
         if part.target is operator.getitem and part.args[1] == _UP
     ]
@@ -158,9 +158,9 @@ def replace_extremes(graph: fx.Graph) -> None:
         pairs = [pair for pair in (node.args, node.args[::-1]) if _are_nodes(pair)]
         _replace(node, pairs, torch.bool)
     for node in calls(graph, *_GRADIENTS):
-        made = _GRADIENTS[node.target](*node.args, **node.kwargs)
-        if made is not None:
-            _insert_op(node, made, node.meta["val"].dtype)
+        replacement = _GRADIENTS[node.target](*node.args, **node.kwargs)
+        if replacement is not None:
+            _insert_op(node, replacement, node.meta["val"].dtype)
     sweep(graph)
 
 
@@ -171,9 +171,9 @@ def _are_nodes(pair: Any) -> bool:
 def _replace(node: fx.Node, pairs: list[Any], dtype: torch.dtype) -> None:
     for x, other in pairs:
         with node.graph.inserting_before(node):
-            made = _match_reduction(x, other) or _match_scatter(node, x, other)
-        if made is not None:
-            _insert_op(node, made, dtype)
+            replacement = _match_reduction(x, other) or _match_scatter(node, x, other)
+        if replacement is not None:
+            _insert_op(node, replacement, dtype)
             return
 
 
@@ -187,20 +187,22 @@ def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
     over some dims; else None."""
     while other.target is aten.expand.default:
         other = other.args[0]
-    found = _extreme(_skip_reshapes(other))
-    if found is None:
+    extreme = _extreme(_skip_reshapes(other))
+    if extreme is None:
         return None
     compared = x
-    if found.of_magnitudes and x.target is aten.abs.default:
+    if extreme.of_magnitudes and x.target is aten.abs.default:
         compared = x.args[0]
-    if compared is not found.source or found.of_magnitudes is (compared is x):
+    if compared is not extreme.source or extreme.of_magnitudes is (compared is x):
         return None
     rank = len(shape_of(x))
-    dims = [dim % rank for dim in found.dims if rank] or list(range(rank))
-    kept = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
-    if torch.broadcast_shapes(shape_of(other), kept) != kept:  # broadcast along other dims
+    dims = [dim % rank for dim in extreme.dims if rank] or list(range(rank))
+    reduced_shape = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
+    if (
+        torch.broadcast_shapes(shape_of(other), reduced_shape) != reduced_shape
+    ):  # broadcast along other dims
         return None
-    return extremes.is_extreme, (x, dims, found.kind)
+    return extremes.is_extreme, (x, dims, extreme.kind)
 
 
 def _skip_reshapes(node: fx.Node) -> fx.Node:
@@ -216,8 +218,10 @@ def _extreme(node: fx.Node) -> _Extreme | None:
     if node.target in _OF_DIMS:
         return _Extreme(node.args[0], _OF_DIMS[node.target], _dims(node, 1))
     if node.target is operator.getitem and node.args[0].target is aten.aminmax.default:
-        made: fx.Node = node.args[0]
-        return _Extreme(made.args[0], ("min", "max")[node.args[1]], _dims(made, 1))
+        reduction_node: fx.Node = node.args[0]
+        return _Extreme(
+            reduction_node.args[0], ("min", "max")[node.args[1]], _dims(reduction_node, 1)
+        )
     if node.target in _NORMS and "dtype" not in node.kwargs:
         order = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
         if isinstance(order, float) and math.isinf(order):
@@ -227,8 +231,8 @@ def _extreme(node: fx.Node) -> _Extreme | None:
 
 
 def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-    return (given,) if isinstance(given, int) else tuple(given or ())
+    argument = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    return (argument,) if isinstance(argument, int) else tuple(argument or ())
 
 
 def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
@@ -266,8 +270,8 @@ def _spread(node: fx.Node, index: fx.Node, dim: int, shape: tuple[int, ...]) -> 
     """Expand an index along dim `dim` to shape `shape`."""
     dtype = index.meta["val"].dtype
     column = [shape[dim] if d == dim % len(shape) else 1 for d in range(len(shape))]
-    seen = view(node, index, column)
-    return emit(node, aten.expand.default, (seen, list(shape)), shape, dtype=dtype)
+    viewed = view(node, index, column)
+    return emit(node, aten.expand.default, (viewed, list(shape)), shape, dtype=dtype)
 
 
 def _of_distances(grad: Any, x: Any, y: Any, p: float, distances: Any) -> Made | None:

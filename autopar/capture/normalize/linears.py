@@ -128,11 +128,11 @@ def unflatten_sums(graph: fx.Graph) -> None:
 
 
 def _behind_view(node: fx.Node) -> Behind:
-    own = Behind(node, tuple((dim,) for dim in range(len(shape_of(node)))))
+    unviewed = Behind(node, tuple((dim,) for dim in range(len(shape_of(node)))))
     if node.target is not aten.view.default:
-        return own
+        return unviewed
     merged = merged_dims(shape_of(node.args[0]), shape_of(node))
-    return own if merged is None else Behind(node.args[0], merged)
+    return unviewed if merged is None else Behind(node.args[0], merged)
 
 
 def _drops_kept_dims(node: fx.Node) -> bool:
@@ -144,12 +144,12 @@ def _drops_kept_dims(node: fx.Node) -> bool:
 
 
 def _addmm(node: fx.Node) -> fx.Node | None:
-    bias, left, right = node.args
+    bias, left_factor, right = node.args
     if node.kwargs or len(shape_of(bias)) > 1:
         return None
     if shape_of(bias) == shape_of(node)[1:]:
-        return _product(node, left, right, bias)
-    product = _product(node, left, right)
+        return _product(node, left_factor, right, bias)
+    product = _product(node, left_factor, right)
     if shape_of(product)[-1:] != shape_of(node)[-1:]:
         product = view(node, product, shape_of(node))
     return emit(node, aten.add.Tensor, (product, bias), shape_of(product))
@@ -172,19 +172,19 @@ def _product(node: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node | None 
     }
     other |= {y: terms[x] for x, y in zip(a.groups[batch + 1], b.groups[batch], strict=True)}
     other |= {dim: next(letters) for dim in b.groups[batch + 1]}
-    kept = [terms[dim] for group in a.groups[: batch + 1] for dim in group] + [
+    result_letters = [terms[dim] for group in a.groups[: batch + 1] for dim in group] + [
         other[dim] for dim in b.groups[batch + 1]
     ]
     sizes = {terms[d]: n for d, n in enumerate(shape_of(a.source))} | {
         other[d]: n for d, n in enumerate(shape_of(b.source))
     }
-    equation = f"{_term(terms)},{_term(other)}->{''.join(kept)}"
+    equation = f"{_term(terms)},{_term(other)}->{''.join(result_letters)}"
     further = () if bias is None else (view(node, bias, b.sizes(batch + 1)),)
     return emit(
         node,
         ops.dot,
         (equation, a.source, b.source, *further),
-        [sizes[letter] for letter in kept],
+        [sizes[letter] for letter in result_letters],
         dtype=dtype_of(node),
     )
 
@@ -318,12 +318,12 @@ def _site(split: fx.Node) -> _LinearSite | None:
         return None
     if any(len(node.users) > 1 for node in (product, value)):
         return None
-    equation, x, weight, *own = product.args
-    if own and value is not product:
+    equation, x, weight, *biases = product.args
+    if biases and value is not product:
         return None
-    bias = own[0] if own else bias
-    left = equation.split(",")[0]
-    if weight.op != "placeholder" or equation[-1] in left:
+    bias = biases[0] if biases else bias
+    left_term = equation.split(",")[0]
+    if weight.op != "placeholder" or equation[-1] in left_term:
         return None
     joined = tuple(_find_concatenations(x, weight, shape_of(value), num_parts))
     site = _LinearSite(product, weight, bias, value, split, num_parts, joined)
@@ -353,14 +353,14 @@ def _find_concatenations(
 ) -> Iterator[fx.Node]:
     """Yield the concatenations of shape `shape` that are multiplied with the projection's input or
     weight and with no other weight, which would belong to another projection of the same input."""
-    seen = set()
+    visited = set()
     for user in (*x.users, *weight.users):
         for operand in user.args[1:] if user.target is ops.dot else ():
-            if operand in seen or not _is_concatenation(operand, shape, num_parts):
+            if operand in visited or not _is_concatenation(operand, shape, num_parts):
                 continue
             factors = [node for reader in operand.users for node in reader.all_input_nodes]
             if not any(node.op == "placeholder" and node not in (x, weight) for node in factors):
-                seen.add(operand)
+                visited.add(operand)
                 yield operand
 
 

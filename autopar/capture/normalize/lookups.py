@@ -87,20 +87,20 @@ def _bag_gradient(node: fx.Node, ids: fx.Node) -> fx.Node:
     (num_bags, length), width = shape_of(ids), shape_of(grad)[1]
     if _argument(node, "mode", _SUM) == _MEAN:
         grad = emit(node, aten.div.Scalar, (grad, length), shape_of(grad))
-    each = emit(node, aten.unsqueeze.default, (grad, 1), (num_bags, 1, width))
-    each = emit(
-        node, aten.expand.default, (each, [num_bags, length, width]), (num_bags, length, width)
+    expanded = emit(node, aten.unsqueeze.default, (grad, 1), (num_bags, 1, width))
+    expanded = emit(
+        node, aten.expand.default, (expanded, [num_bags, length, width]), (num_bags, length, width)
     )
-    return emit(node, ops.embedding_backward, (each, ids, num_rows), (num_rows, width))
+    return emit(node, ops.embedding_backward, (expanded, ids, num_rows), (num_rows, width))
 
 
 def replace_masked_rows(graph: fx.Graph) -> None:
     """Replace ``masked_scatter`` whose mask is constant along the last dim, and its backward."""
     places: dict[fx.Node, fx.Node] = {}
     for node in calls(graph, aten.masked_scatter.default):
-        whole, mask, source = node.args
-        width = shape_of(whole)[-1] if shape_of(whole) else 0
-        rows_of = _by_rows(mask, shape_of(whole))
+        target, mask, source = node.args
+        width = shape_of(target)[-1] if shape_of(target) else 0
+        rows_of = _by_rows(mask, shape_of(target))
         if rows_of is None or not shape_of(source) or shape_of(source)[-1] != width:
             continue
         with graph.inserting_before(node):
@@ -110,7 +110,7 @@ def replace_masked_rows(graph: fx.Graph) -> None:
                 node, ops.embedding, (view(node, source, (num_rows, width)), ids), shape_of(node)
             )
             node.replace_all_uses_with(
-                emit(node, aten.where.self, (rows_of, rows, whole), shape_of(node))
+                emit(node, aten.where.self, (rows_of, rows, target), shape_of(node))
             )
     for node in calls(graph, aten.masked_scatter_backward.default):
         grad, mask, sizes = node.args
@@ -208,16 +208,16 @@ def replace_positions(graph: fx.Graph) -> None:
     backward."""
     for node in calls(graph, aten.index.Tensor):
         with graph.inserting_before(node):
-            made = _match_table_lookup(node) or _match_row_lookup(node)
-        if made is not None:
-            node.replace_all_uses_with(made)
+            replacement = _match_table_lookup(node) or _match_row_lookup(node)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
     for node in calls(graph, aten.index_put.default):
         if tuple(node.args[3:]) != (True,):
             continue
         with graph.inserting_before(node):
-            made = _table_gradient(node) or _picks_gradient(node)
-        if made is not None:
-            node.replace_all_uses_with(made)
+            replacement = _table_gradient(node) or _picks_gradient(node)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
     sweep(graph)
 
 
@@ -275,13 +275,13 @@ def _match_row_lookup(node: fx.Node) -> fx.Node | None:
 
 
 def _picks_gradient(node: fx.Node) -> fx.Node | None:
-    whole, grad, picks = node.args[0], node.args[2], _picks_of(node)
+    source, grad, picks = node.args[0], node.args[2], _picks_of(node)
     if picks is None or shape_of(grad) != (shape_of(node)[0], *shape_of(node)[2:]):
         return None
     return emit(
         node,
         aten.scatter_add.default,
-        (whole, 1, picks, view(node, grad, shape_of(picks))),
+        (source, 1, picks, view(node, grad, shape_of(picks))),
         shape_of(node),
     )
 
@@ -300,15 +300,21 @@ def _picks_of(node: fx.Node) -> fx.Node | None:
     )
     if not plain or not dtype_of(picks).is_signed or dtype_of(picks).is_floating_point:
         return None
-    each = view(
+    expanded = view(
         node,
         _from_start(node, cast(node, picks, torch.int64), length),
         (num, 1, *(1 for _ in rest)),
     )
     return (
-        emit(node, aten.expand.default, (each, [num, 1, *rest]), (num, 1, *rest), dtype=torch.int64)
+        emit(
+            node,
+            aten.expand.default,
+            (expanded, [num, 1, *rest]),
+            (num, 1, *rest),
+            dtype=torch.int64,
+        )
         if rest
-        else each
+        else expanded
     )
 
 

@@ -115,8 +115,8 @@ def _forward(node: fx.Node) -> _Pieces:
     losses = step(
         aten.sub.Tensor, (normalizer, step(ops.pick, (x, labels, ignored), dtype=dtype_of(x)))
     )
-    seen = step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
-    valid = cast(node, seen, accumulate)
+    is_valid = step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
+    valid = cast(node, is_valid, accumulate)
     every = list(range(len(rows)))
     loss = step(aten.sum.dim_IntList, (step(aten.mul.Tensor, (losses, valid)), every), ())
     count = step(aten.sum.dim_IntList, (valid, every), ()) if reduction == _MEAN else None
@@ -234,9 +234,9 @@ class _Rows:
     ) -> None:
         self.node, self.x, self.weight = node, x, weight
         self.shape = shape_of(labels)
-        seen = self.step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
-        self.unseen = self.step(aten.logical_not.default, (seen,), dtype=torch.bool)
-        self.seen, index = seen, dtype_of(labels)
+        is_valid = self.step(aten.ne.Scalar, (labels, ignored), dtype=torch.bool)
+        self.unseen = self.step(aten.logical_not.default, (is_valid,), dtype=torch.bool)
+        self.seen, index = is_valid, dtype_of(labels)
         self.labels = self.step(aten.masked_fill.Scalar, (labels, self.unseen, 0), dtype=index)
         self.index = self.step(
             aten.unsqueeze.default,
@@ -266,8 +266,8 @@ class _Rows:
 
     def negated_picks(self) -> fx.Node:
         """Return −x[label]."""
-        found = self.step(aten.gather.default, (self.x, 1, self.index), shape_of(self.index))
-        return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (found, 1)),))
+        picked = self.step(aten.gather.default, (self.x, 1, self.index), shape_of(self.index))
+        return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (picked, 1)),))
 
     def factor(self) -> fx.Node:
         """Return w[label], or 0 if the label is ignored.
@@ -290,8 +290,10 @@ class _Rows:
         """Return a tensor like x with −`scale` times the factor at the labels, and zeros
         elsewhere."""
         down = self.step(aten.neg.default, (scale,), shape_of(scale))
-        each = down if shape_of(scale) else self.step(aten.expand.default, (down, list(self.shape)))
-        source = self.step(aten.unsqueeze.default, (self.weigh(each), 1), shape_of(self.index))
+        factor = (
+            down if shape_of(scale) else self.step(aten.expand.default, (down, list(self.shape)))
+        )
+        source = self.step(aten.unsqueeze.default, (self.weigh(factor), 1), shape_of(self.index))
         zeros = self.step(aten.zeros_like.default, (self.x,), shape_of(self.x))
         return self.step(aten.scatter.src, (zeros, 1, self.index, source), shape_of(self.x))
 

@@ -120,37 +120,44 @@ def split_batch_norm(graph: fx.Graph) -> None:
 
 def _forward(node: fx.Node) -> None:
     x, *rest = node.args
-    given = dict(zip(_FORWARD[node.target], rest, strict=True))
-    site, running = _NormSite(node, x), given.get("mean")
-    if not given.get("training", False):
-        mean, rstd = site.cast(given["mean"], site.wide), site.rstd(given["var"], given["eps"])
-        out = site.like_x(norms.normalize, x, mean, rstd, given["weight"], given["bias"])
-        _replace(node, out, mean, rstd, running, given.get("var"))
+    settings = dict(zip(_FORWARD[node.target], rest, strict=True))
+    site, running = _NormSite(node, x), settings.get("mean")
+    if not settings.get("training", False):
+        mean, rstd = (
+            site.cast(settings["mean"], site.wide),
+            site.rstd(settings["var"], settings["eps"]),
+        )
+        out = site.like_x(norms.normalize, x, mean, rstd, settings["weight"], settings["bias"])
+        _replace(node, out, mean, rstd, running, settings.get("var"))
         return
     mean = site.per_channel(aten.div.Tensor, site.per_channel(norms.channel_sum, x), site.count)
     deviation = site.per_channel(norms.squared_deviation, x, mean)
-    rstd = site.rstd(site.per_channel(aten.div.Tensor, deviation, site.count), given["eps"])
-    out = site.like_x(norms.normalize, x, mean, rstd, given["weight"], given["bias"])
+    rstd = site.rstd(site.per_channel(aten.div.Tensor, deviation, site.count), settings["eps"])
+    out = site.like_x(norms.normalize, x, mean, rstd, settings["weight"], settings["bias"])
     updated = ()
     if running is not None:
         unbiased = site.per_channel(aten.div.Tensor, deviation, max(site.count - 1, 1))
         updated = tuple(
-            _update_statistic(site, given[name], new, given["momentum"])
+            _update_statistic(site, settings[name], new, settings["momentum"])
             for name, new in (("mean", mean), ("var", unbiased))
         )
     _replace(node, out, mean, rstd, *updated)
 
 
 def _update_statistic(site: _NormSite, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
-    kept = site.per_channel(aten.mul.Tensor, site.cast(old, site.wide), 1.0 - momentum)
+    old_share = site.per_channel(aten.mul.Tensor, site.cast(old, site.wide), 1.0 - momentum)
     return site.cast(
-        site.per_channel(aten.add.Tensor, kept, site.per_channel(aten.mul.Tensor, new, momentum)),
+        site.per_channel(
+            aten.add.Tensor, old_share, site.per_channel(aten.mul.Tensor, new, momentum)
+        ),
         dtype_of(old),
     )
 
 
 def _backward(node: fx.Node) -> None:
-    grad, x, weight, running_mean, running_var, mean, rstd, training, eps, wanted = node.args
+    grad, x, weight, running_mean, running_var, mean, rstd, training, eps, requested_results = (
+        node.args
+    )
     site = _NormSite(node, x)
     if not training:
         mean, rstd = site.cast(running_mean, site.wide), site.rstd(running_var, eps)
@@ -166,10 +173,13 @@ def _backward(node: fx.Node) -> None:
         none = site.per_channel(aten.zeros_like.default, rstd)
         grad_x = site.like_x(norms.normalize, grad, none, rstd, weight, None)
     dtype = dtype_of(weight) if is_tensor(weight) else site.wide
-    made = (grad_x, site.cast(product, dtype), site.cast(total, dtype))
+    gradients = (grad_x, site.cast(product, dtype), site.cast(total, dtype))
     _replace(
         node,
-        *(result if requested else None for result, requested in zip(made, wanted, strict=True)),
+        *(
+            result if requested else None
+            for result, requested in zip(gradients, requested_results, strict=True)
+        ),
     )
 
 
@@ -246,15 +256,15 @@ def _weight_gradient(
     dtype: torch.dtype,
 ) -> fx.Node:
     wide, shape = wide_dtype(dtype), shape_of(weight)
-    made = emit(
+    products = emit(
         node, ops.rms_weight_gradient, (grad, x, squares, *shape, eps, dtype), shape, dtype=wide
     )
     if wide == dtype_of(weight):
-        return made
+        return products
     return emit(
         node,
         aten._to_copy.default,
-        (made,),
+        (products,),
         shape,
         dtype=dtype_of(weight),
         kwargs={"dtype": dtype_of(weight)},

@@ -60,10 +60,10 @@ def _count_unread(graph: fx.Graph) -> None:
     one; unused draws count, since eager torch runs them."""
     every = [node for node in graph.nodes if "draw" in node.kwargs]
     sweep(graph)
-    left, step = set(graph.nodes), 0
+    unread, step = set(graph.nodes), 0
     for node in every:
         step += 1
-        if node in left:
+        if node in unread:
             node.kwargs, step = {**node.kwargs, "draw": step}, 0
 
 
@@ -298,11 +298,11 @@ def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
     normals = _draw(node, state, random.normal, (tries, 0.0, 1.0, dtype), tries, dtype)
     uniforms = _draw(node, state, random.uniform, (tries, 0.0, 1.0, dtype), tries, dtype)
     last = _draw(node, state, random.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
-    made = emit(node, random.gamma, (alpha, normals, uniforms, last), shape, dtype=dtype)
+    numbers = emit(node, random.gamma, (alpha, normals, uniforms, last), shape, dtype=dtype)
     return emit(
         node,
         aten._to_copy.default,
-        (made,),
+        (numbers,),
         shape,
         dtype=dtype_of(node),
         kwargs={"dtype": dtype_of(node)},
@@ -312,9 +312,9 @@ def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
 def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
     """Draw gamma numbers and divide them by their sum."""
     shape = shape_of(node)
-    made = _gamma(node, state)
-    total = emit(node, aten.sum.dim_IntList, (made, [-1], True), (*shape[:-1], 1))
-    return emit(node, aten.div.Tensor, (made, total), shape)
+    numbers = _gamma(node, state)
+    total = emit(node, aten.sum.dim_IntList, (numbers, [-1], True), (*shape[:-1], 1))
+    return emit(node, aten.div.Tensor, (numbers, total), shape)
 
 
 def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:

@@ -66,10 +66,10 @@ def end_rows(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
         CaptureError: `node` is not a supported reduction.
     """
     ending = _loss if is_loss(node) else _ENDINGS.get(name_of(node))
-    made = ending(node, masks, write) if ending is not None else None
-    if made is None:
+    replacement = ending(node, masks, write) if ending is not None else None
+    if replacement is None:
         raise refusal(node)
-    return made
+    return replacement
 
 
 def _mask_of(node: Any, masks: Masks) -> tuple[Mask, int]:
@@ -109,20 +109,20 @@ def _along(node: fx.Node) -> tuple[torch.Tensor, tuple[int, ...]] | None:
 
 
 def _sum(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    found = _along(node)
-    if found is None:
+    along = _along(node)
+    if along is None:
         return None
-    kept = _fill_others(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
-    return write.method("sum", kept, *node.args[1:], **node.kwargs)
+    filled = _fill_others(node.args[0], False if along[0].dtype is torch.bool else 0, masks, write)
+    return write.method("sum", filled, *node.args[1:], **node.kwargs)
 
 
 def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    found = _along(node)
+    along = _along(node)
     total = _sum(node, masks, write)
-    if found is None or total is None:
+    if along is None or total is None:
         return None
     mask, factor = _mask_of(node.args[0], masks)
-    within = math.prod(int(found[0].shape[dim]) for dim in found[1] if dim)
+    within = math.prod(int(along[0].shape[dim]) for dim in along[1] if dim)
     return write.call(torch.div, total, mask.count(factor * within, write))
 
 
@@ -136,13 +136,13 @@ def _extreme(sign: int) -> _Ending:
             masks: masks by the symbol of their number of rows.
             write: inserts nodes before `node`.
         """
-        found = _along(node)
-        if found is None:
+        along = _along(node)
+        if along is None:
             return None
         name = name_of(node)
         if name in ("max", "min") and argument(node, 1, "dim") is not None:
             return None  # the index of the extreme is ambiguous if rows are equal
-        least = sign * math.inf if found[0].is_floating_point() else _bound(found[0].dtype, sign)
+        least = sign * math.inf if along[0].is_floating_point() else _bound(along[0].dtype, sign)
         return write.method(
             name, _fill_others(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
         )
@@ -188,18 +188,18 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 
 
 def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    name, given = name_of(node), _settings(node)
-    operands = [x for x in given.values() if isinstance(x, fx.Node) and first_dim(x)]
-    is_old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    name, settings = name_of(node), _settings(node)
+    operands = [x for x in settings.values() if isinstance(x, fx.Node) and first_dim(x)]
+    is_old = any(settings.get(name) is not None for name in ("size_average", "reduce"))
     if is_old or not operands:
         return None
     tensors = [tensor for x in operands if (tensor := tensor_of(x)) is not None]
     if name in _OF_CLASSES:
         if tensors[-1].is_floating_point() or len(operands) < 2:
             return None
-        ignored = given.get("ignore_index", -100)
-        target = _fill_others(given["target"], ignored, masks, write)
-        return write.call(getattr(functional, name), **{**given, "target": target})
+        ignored = settings.get("ignore_index", -100)
+        target = _fill_others(settings["target"], ignored, masks, write)
+        return write.call(getattr(functional, name), **{**settings, "target": target})
     if name in _OF_ROWS and max(tensor.dim() for tensor in tensors) != 2:
         return None
     inner = torch.broadcast_shapes(*(t.shape[1:] for t in tensors)) if name in _OF_ELEMENTS else ()
@@ -218,12 +218,12 @@ def _reduce_loss(
         masks: masks by the symbol of their number of rows.
         write: inserts nodes before `node`.
     """
-    given = _settings(node)
-    each = write.call(getattr(functional, name_of(node)), **{**given, "reduction": "none"})
+    settings = _settings(node)
+    row_losses = write.call(getattr(functional, name_of(node)), **{**settings, "reduction": "none"})
     mask, factor = _mask_of(operand, masks)
-    kept = write.call(torch.where, mask.rows(factor, len(shape), write), each, 0)
-    total = write.method("sum", kept)
-    how = given.get("reduction", "mean")
+    selected = write.call(torch.where, mask.rows(factor, len(shape), write), row_losses, 0)
+    total = write.method("sum", selected)
+    how = settings.get("reduction", "mean")
     if how == "sum":
         return total
     num = factor * (math.prod(shape) if how == "mean" else 1)
@@ -232,22 +232,22 @@ def _reduce_loss(
 
 def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     """Add rows, with zeros in the rows that are not selected."""
-    held, dim, index, rows = (
+    target, dim, index, rows = (
         argument(node, i, name) for i, name in enumerate(("input", "dim", "index", "source"))
     )
-    if dim != 0 or first_dim(held) or not first_dim(rows) or first_dim(index) != first_dim(rows):
+    if dim != 0 or first_dim(target) or not first_dim(rows) or first_dim(index) != first_dim(rows):
         return None
     return write.method(
-        _method(node), held, 0, index, _fill_others(rows, 0, masks, write), **node.kwargs
+        _method(node), target, 0, index, _fill_others(rows, 0, masks, write), **node.kwargs
     )
 
 
 def _index_put(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    held, indices, rows = node.args[:3]
+    target, indices, rows = node.args[:3]
     adds = bool(argument(node, 3, "accumulate", False))
-    if not adds or first_dim(held) or not all(first_dim(i) == first_dim(rows) for i in indices):
+    if not adds or first_dim(target) or not all(first_dim(i) == first_dim(rows) for i in indices):
         return None
-    return write.method(_method(node), held, indices, _fill_others(rows, 0, masks, write), True)
+    return write.method(_method(node), target, indices, _fill_others(rows, 0, masks, write), True)
 
 
 def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
@@ -261,25 +261,27 @@ def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
     Returns:
         Whether the node was rewritten.
     """
-    held, index, rows = node.args
-    if not first_dim(rows) or first_dim(held):
+    target, index, rows = node.args
+    if not first_dim(rows) or first_dim(target):
         return False
     mask, factor = _mask_of(rows, masks)
-    whole = isinstance(index, fx.Node) and index is mask.node
+    is_mask = isinstance(index, fx.Node) and index is mask.node
     numbers = isinstance(index, fx.Node) and index in mask.numbers and len(mask.shape) == 1
-    tensor, given = tensor_of(held), tensor_of(rows)
+    tensor, rows_tensor = tensor_of(target), tensor_of(rows)
     if (
         factor != 1
-        or not (whole or numbers)
+        or not (is_mask or numbers)
         or tensor is None
-        or given is None
-        or given.dim() != 1 + tensor.dim() - len(mask.shape)
+        or rows_tensor is None
+        or rows_tensor.dim() != 1 + tensor.dim() - len(mask.shape)
     ):
         return False
     flags = write.method("view", mask.flat, *mask.shape, *[1] * (tensor.dim() - len(mask.shape)))
-    back = write.method("view", rows, *mask.shape, *given.shape[1:])
+    back = write.method("view", rows, *mask.shape, *rows_tensor.shape[1:])
     write.method(
-        "copy_", held, write.call(torch.where, flags, write.method("to", back, tensor.dtype), held)
+        "copy_",
+        target,
+        write.call(torch.where, flags, write.method("to", back, tensor.dtype), target),
     )
     return True
 
@@ -287,24 +289,29 @@ def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
 def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     """Rewrite ``x.masked_scatter(mask, rows)`` if the same mask, up to expansion, selected
     `rows`."""
-    held, flags, rows = node.args[:3]
+    target, flags, rows = node.args[:3]
     mask, factor = _mask_of(rows, masks)
-    tensor, given, where = tensor_of(held), tensor_of(rows), tensor_of(flags)
+    tensor, rows_tensor, flags_tensor = tensor_of(target), tensor_of(rows), tensor_of(flags)
     if (
         tensor is None
-        or given is None
-        or where is None
+        or rows_tensor is None
+        or flags_tensor is None
         or factor != 1
         or _mask_origin(flags) != _mask_origin(mask.node)
     ):
         return None
     rest = tuple(tensor.shape[len(mask.shape) :])
-    fits = tuple(tensor.shape) == (*mask.shape, *rest) and tuple(given.shape[1:]) == rest
-    if not fits or tuple(where.shape) not in ((*mask.shape, *[1] * len(rest)), tuple(tensor.shape)):
+    fits = tuple(tensor.shape) == (*mask.shape, *rest) and tuple(rows_tensor.shape[1:]) == rest
+    if not fits or tuple(flags_tensor.shape) not in (
+        (*mask.shape, *[1] * len(rest)),
+        tuple(tensor.shape),
+    ):
         return None
     flags = write.method("view", mask.flat, *mask.shape, *[1] * len(rest))
-    made = write.call(torch.where, flags, write.method("view", rows, *mask.shape, *rest), held)
-    return write.method("copy_", held, made) if str(node.target).endswith("_") else made
+    replaced = write.call(
+        torch.where, flags, write.method("view", rows, *mask.shape, *rest), target
+    )
+    return write.method("copy_", target, replaced) if str(node.target).endswith("_") else replaced
 
 
 def _mask_origin(flags: Any) -> tuple[int, Any]:

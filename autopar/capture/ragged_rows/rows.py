@@ -157,10 +157,10 @@ class Mask:
             write: inserts nodes.
         """
         if factor not in self.repeated:
-            made = (
+            repeated = (
                 self.flat if factor == 1 else write.method("repeat_interleave", self.flat, factor)
             )
-            self.repeated[factor] = made
+            self.repeated[factor] = repeated
         return write.method("view", self.repeated[factor], -1, *[1] * (dims - 1))
 
     def count(self, factor: int, write: Writer) -> fx.Node:
@@ -201,8 +201,10 @@ class Mask:
             )  # if no row is selected
             rows = write.call(torch.where, self.flat, numbers, inside)
         stride = math.prod(self.shape[dim + 1 :])
-        whole = write.call(torch.div, rows, stride, rounding_mode="floor") if stride > 1 else rows
-        return write.call(torch.remainder, whole, self.shape[dim]) if dim else whole
+        quotient = (
+            write.call(torch.div, rows, stride, rounding_mode="floor") if stride > 1 else rows
+        )
+        return write.call(torch.remainder, quotient, self.shape[dim]) if dim else quotient
 
 
 def _device(node: fx.Node) -> torch.device:

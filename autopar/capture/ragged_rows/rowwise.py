@@ -387,12 +387,12 @@ def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
         rank: rank of the first operand.
     """
     position, keyword, default = _DIMS[name]
-    given = argument(node, position, keyword, default)
-    given = default if given is None else given
-    if isinstance(given, fx.Node):
+    dims = argument(node, position, keyword, default)
+    dims = default if dims is None else dims
+    if isinstance(dims, fx.Node):
         return None
     rank += name == "unsqueeze"
-    return tuple(dim % rank for dim in (given if isinstance(given, list | tuple) else (given,)))
+    return tuple(dim % rank for dim in (dims if isinstance(dims, list | tuple) else (dims,)))
 
 
 _ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that are row-wise for all arguments
@@ -438,24 +438,24 @@ def _takes_all(index: Any) -> bool:
 
 def _getitem(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
     """Return whether an index takes all rows, or looks up integer rows in another tensor."""
-    held, index = node.args
-    if tensor_of(held) is None:
+    source, index = node.args
+    if tensor_of(source) is None:
         return True  # one of several results
     indices = index if isinstance(index, tuple) else (index,)
-    if held in rows:
+    if source in rows:
         inner = [i for i in indices if isinstance(i, fx.Node)]
         used = sum(i is not None and i is not Ellipsis for i in indices)
         return (
             _takes_all(indices[0])
             and not any(first_dim(i) for i in inner)
-            and used < _rank(held) + (indices[0] is not Ellipsis)
+            and used < _rank(source) + (indices[0] is not Ellipsis)
         )
     among = [position for position, i in enumerate(indices) if isinstance(i, fx.Node)]
-    whole = all(
+    takes_all_rows = all(
         (tensor := tensor_of(indices[i])) is not None and tensor.dtype in (torch.int64, torch.int32)
         for i in among
     )
-    return whole and among == list(range(len(among)))
+    return takes_all_rows and among == list(range(len(among)))
 
 
 def _index_select(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
@@ -468,12 +468,12 @@ def _index_select(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -
 
 
 def _matmul(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    left, right = node.args[:2]
-    if left in rows and right not in rows:
-        return _rank(left) >= 2 and _rank(right) <= 2
-    if right in rows and left not in rows:
-        return _rank(right) >= 3 and _rank(left) <= 2
-    return _rank(left) == _rank(right) >= 3
+    left_factor, right = node.args[:2]
+    if left_factor in rows and right not in rows:
+        return _rank(left_factor) >= 2 and _rank(right) <= 2
+    if right in rows and left_factor not in rows:
+        return _rank(right) >= 3 and _rank(left_factor) <= 2
+    return _rank(left_factor) == _rank(right) >= 3
 
 
 def _attention(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:

@@ -91,7 +91,7 @@ def join_equal_masks(graph: fx.Graph) -> None:
     """
     writes = [written for node in graph.nodes for written in _storages_written(node)]
     version: dict[int, int] = {}
-    made: dict[fx.Node, Any] = {}
+    descriptions: dict[fx.Node, Any] = {}
     firsts: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         for storage in _storages_written(node):
@@ -105,8 +105,10 @@ def join_equal_masks(graph: fx.Graph) -> None:
         ):
             continue
         try:
-            made[node] = _describe(node, made, version)
-            first = firsts.setdefault(made[node], node) if value.dtype is torch.bool else node
+            descriptions[node] = _describe(node, descriptions, version)
+            first = (
+                firsts.setdefault(descriptions[node], node) if value.dtype is torch.bool else node
+            )
         except TypeError:
             continue  # an argument is not hashable
         if first is not node and not {_storage(value), _storage(tensor_of(first))} & set(writes):
@@ -210,14 +212,14 @@ def _match_picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
         (mask, other indices, number of rows); None if the number is not fixed, or the index is not
         a mask.
     """
-    held, index = tensor_of(node.args[0]), node.args[1]
+    source_tensor, index = tensor_of(node.args[0]), node.args[1]
     flags, *others = index if isinstance(index, tuple) else (index,)
     picks = tensor_of(flags)
-    if held is None or picks is None or picks.dtype is not torch.bool or not picks.dim():
+    if source_tensor is None or picks is None or picks.dtype is not torch.bool or not picks.dim():
         return None
     if any(isinstance(x, fx.Node) for x in others):
         return None
-    rank = 1 + held.dim() - picks.dim()
+    rank = 1 + source_tensor.dim() - picks.dim()
     rows = _picked_rows(node, others, rank)
     num = None if rows is None else rows.shape[0]
     if isinstance(num, torch.SymInt):
@@ -249,32 +251,34 @@ def _replace_read(
     first = write.method("to", write.method("reshape", flags, -1), torch.int8)
     order = write.call(torch.argsort, first, descending=True, stable=True)
     rows = write.method("flatten", node.args[0], 0, _rank(flags) - 1)
-    made = write.call(torch.index_select, rows, 0, write.method("narrow", order, 0, 0, num))
+    selected = write.call(torch.index_select, rows, 0, write.method("narrow", order, 0, 0, num))
     if others:
-        made = write.call(operator.getitem, made, (slice(None), *others))
-    _replace(node, made, write)
+        selected = write.call(operator.getitem, selected, (slice(None), *others))
+    _replace(node, selected, write)
 
 
 def _replace_write(
     node: fx.Node, flags: fx.Node, _: tuple[Any, ...], num: int, write: Writer
 ) -> None:
-    held, shape = tensor_of(node.args[0]), tuple(getattr(tensor_of(flags), "shape", ()))
+    target, shape = tensor_of(node.args[0]), tuple(getattr(tensor_of(flags), "shape", ()))
     assert (
-        held is not None and isinstance(node.args[0], fx.Node) and isinstance(node.args[2], fx.Node)
+        target is not None
+        and isinstance(node.args[0], fx.Node)
+        and isinstance(node.args[2], fx.Node)
     ), "the operands are a tensor and rows"
     number = write.method(
         "cumsum", write.method("to", write.method("reshape", flags, -1), torch.int64), 0
     )
     number = write.method("clamp", write.call(torch.sub, number, 1), 0, num - 1)
-    rest = tuple(held.shape[len(shape) :])
+    rest = tuple(target.shape[len(shape) :])
     rows = write.method(
         "view", write.call(torch.index_select, node.args[2], 0, number), *shape, *rest
     )
-    where = write.method("view", flags, *shape, *[1] * len(rest))
+    wide_flags = write.method("view", flags, *shape, *[1] * len(rest))
     write.method(
         "copy_",
         node.args[0],
-        write.call(torch.where, where, write.method("to", rows, held.dtype), node.args[0]),
+        write.call(torch.where, wide_flags, write.method("to", rows, target.dtype), node.args[0]),
     )
     node.graph.erase_node(node)
 
@@ -427,17 +431,17 @@ class _Settling:
         """Rewrite a node that selects rows."""
         name = name_of(node)
         if name == "getitem" and tensor_of(node.args[0]) is not None:
-            made = self._by_index(node, write)
+            replacement = self._by_index(node, write)
         elif name == "masked_select":
-            made = self._select(node, write)
+            replacement = self._select(node, write)
         elif name in ("nonzero", "argwhere", "where") and len(node.args) == 1:
-            made = self._places(node, write)
+            replacement = self._places(node, write)
         else:
-            made = None
-        if made is None:
+            replacement = None
+        if replacement is None:
             raise refusal(node)
-        if made is not node:
-            self._replace(node, made, write)
+        if replacement is not node:
+            self._replace(node, replacement, write)
 
     def _mask(self, symbol: str, node: fx.Node, shape: tuple[int, ...], write: Writer) -> Mask:
         if symbol not in self._masks:
@@ -445,33 +449,33 @@ class _Settling:
         return self._masks[symbol]
 
     def _by_index(self, node: fx.Node, write: Writer) -> fx.Node | None:
-        held, index = node.args
+        source, index = node.args
         flags, *others = index if isinstance(index, tuple) else (index,)
-        tensor, picks = tensor_of(held), tensor_of(flags)
+        tensor, picks = tensor_of(source), tensor_of(flags)
         if tensor is None or picks is None or picks.dtype is not torch.bool or not picks.dim():
             return None
         if any(isinstance(other, fx.Node) for other in others):
             return None
         counts = first_dim(node)
-        assert counts is not None and isinstance(held, fx.Node) and isinstance(flags, fx.Node), (
+        assert counts is not None and isinstance(source, fx.Node) and isinstance(flags, fx.Node), (
             "the first dim of the result counts rows"
         )
         mask = self._mask(counts[0], flags, tuple(picks.shape), write)
-        flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
+        flat = write.method("flatten", source, 0, picks.dim() - 1) if picks.dim() > 1 else source
         rank = tensor.dim() - picks.dim() + 1
         rows = mask.choose_rows(write.method("clone", flat), tensor, rank, write)
         return write.call(operator.getitem, rows, (slice(None), *others)) if others else rows
 
     def _select(self, node: fx.Node, write: Writer) -> fx.Node | None:
-        held, flags = node.args[:2]
-        tensor, picks, counts = tensor_of(held), tensor_of(flags), first_dim(node)
+        source, flags = node.args[:2]
+        tensor, picks, counts = tensor_of(source), tensor_of(flags), first_dim(node)
         if tensor is None or picks is None or counts is None:
             return None
         shape = tuple(torch.broadcast_shapes(tensor.shape, picks.shape))
-        whole = write.method("expand", flags, *shape) if tuple(picks.shape) != shape else flags
-        assert isinstance(whole, fx.Node), "the mask is a node"
-        mask = self._mask(counts[0], whole, shape, write)
-        flat = write.method("reshape", write.method("expand", held, *shape), -1)
+        wide_flags = write.method("expand", flags, *shape) if tuple(picks.shape) != shape else flags
+        assert isinstance(wide_flags, fx.Node), "the mask is a node"
+        mask = self._mask(counts[0], wide_flags, shape, write)
+        flat = write.method("reshape", write.method("expand", source, *shape), -1)
         return mask.choose_rows(write.method("clone", flat), tensor, 1, write)
 
     def _places(self, node: fx.Node, write: Writer) -> fx.Node | None:
@@ -487,10 +491,10 @@ class _Settling:
         mask = self._mask(counts[0], true, tuple(picks.shape), write)
         along = [mask.places(dim, write) for dim in range(picks.dim())]
         if not several:
-            made = write.call(torch.stack, along, -1)
+            indices = write.call(torch.stack, along, -1)
             if len(along) == 1:
-                mask.numbers.add(made)
-            return made
+                mask.numbers.add(indices)
+            return indices
         for user in list(node.users):
             number = user.args[1]
             if name_of(user) != "getitem" or not isinstance(number, int):
@@ -522,9 +526,9 @@ class _Settling:
         symbol, factor = count_symbol(value_of(number)) or ("", 0)
         name = name_of(number)
         if symbol in self._masks:
-            made = self._masks[symbol].count(factor, write)
+            scalar = self._masks[symbol].count(factor, write)
         elif name == "item" and tensor_of(number.args[0]) is not None:
-            made = write.method("reshape", write.method("detach", number.args[0]), ())
+            scalar = write.method("reshape", write.method("detach", number.args[0]), ())
         elif name in _ARITHMETIC and any(_is_number(x) for x in number.args):
             operands = number.args
             args = [self._as_tensor(x, reader, write) if _is_number(x) else x for x in operands]
@@ -532,11 +536,11 @@ class _Settling:
                 pairs = list(zip(operands, args, strict=True))
                 args = [write.method("double", arg) if _is_number(x) else arg for x, arg in pairs]
             assert callable(number.target), "the target is a Python operator"
-            made = args[0] if name == "sym_float" else write.call(number.target, *args)
+            scalar = args[0] if name == "sym_float" else write.call(number.target, *args)
         else:
             raise self._number_error(reader, number)
-        self._tensors[number] = made
-        return made
+        self._tensors[number] = scalar
+        return scalar
 
     def _number_error(self, reader: fx.Node, number: fx.Node) -> CaptureError:
         """Return the error for a number that cannot be replaced by a tensor."""

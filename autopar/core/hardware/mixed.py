@@ -105,11 +105,11 @@ def slowest_of(profiles: tuple[HardwareProfile, ...]) -> HardwareProfile:
 def slowest_link(links: Iterable[Link]) -> Link:
     """Make a link whose figures are the worst of these links. It has no measured points, which only
     the `parts` of a profile have."""
-    found = list(links)
+    candidates = list(links)
     return Link(
-        max(link.latency_s for link in found),
-        min(link.bandwidth_bytes_per_s for link in found),
-        min(link.all_to_all_efficiency for link in found),
+        max(link.latency_s for link in candidates),
+        min(link.bandwidth_bytes_per_s for link in candidates),
+        min(link.all_to_all_efficiency for link in candidates),
         {},
     )
 

@@ -244,13 +244,13 @@ def links(reader: ProfileReader, data: Mapping[str, Any]) -> dict[str, Link]:
     """Read the links of a profile, by name (`LINKS`)."""
     named = reader.mapping(data.get("links"), "links")
     reader.no_more(named, LINKS, "links.")
-    found = {}
+    links_by_name = {}
     for name in LINKS:
         link, path = reader.mapping(named.get(name), f"links.{name}"), f"links.{name}."
         reader.no_more(
             link, ("latency_s", "bandwidth_bytes_per_s", "all_to_all_efficiency", "measured"), path
         )
-        found[name] = Link(
+        links_by_name[name] = Link(
             reader.figure(link, "latency_s", "s", path, zero=True),
             reader.figure(link, "bandwidth_bytes_per_s", "bytes/s", path),
             reader.figure(link, "all_to_all_efficiency", "1", path),
@@ -260,7 +260,7 @@ def links(reader: ProfileReader, data: Mapping[str, Any]) -> dict[str, Link]:
                 f"{path}measured.",
             ),
         )
-    return found
+    return links_by_name
 
 
 def host(reader: ProfileReader, data: Mapping[str, Any]) -> Host | None:
@@ -297,9 +297,9 @@ def _collective_curves(
     for kind in measured:
         sizes: dict[int, list[tuple[float, float]]] = {}
         for i, point in enumerate(reader.points(measured, kind, path)):
-            where = f"{path}{kind}.points[{i}]."
+            path_text = f"{path}{kind}.points[{i}]."
             values = [
-                reader.number(point, name, where) for name in ("num_devices", "bytes", "time_s")
+                reader.number(point, name, path_text) for name in ("num_devices", "bytes", "time_s")
             ]
             sizes.setdefault(int(values[0]), []).append((values[1], values[2]))
         curves[kind] = {
@@ -315,13 +315,13 @@ def compute_curves(reader: ProfileReader, data: Mapping[str, Any]) -> dict[tuple
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for kind in measured:
         for i, point in enumerate(reader.points(measured, kind, "measured.")):
-            where = f"measured.{kind}.points[{i}]."
-            size = math.prod(reader.number(point, name, where) for name in _POINT_SIZE[kind]) * (
-                2 if kind == "matmul" else 1
-            )
-            dtype = reader.text(point, "dtype", where) if kind in FLOP_KINDS else ""
+            path_text = f"measured.{kind}.points[{i}]."
+            size = math.prod(
+                reader.number(point, name, path_text) for name in _POINT_SIZE[kind]
+            ) * (2 if kind == "matmul" else 1)
+            dtype = reader.text(point, "dtype", path_text) if kind in FLOP_KINDS else ""
             groups.setdefault((kind, dtype), []).append(
-                (size, reader.number(point, "time_s", where))
+                (size, reader.number(point, "time_s", path_text))
             )
     return {key: Curve.curve_through(points) for key, points in groups.items()}
 
@@ -438,9 +438,9 @@ class HardwareProfile:
             same chip on another board, or, if there is none, an H100.
         """
         name = device_name.lower()
-        own = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
-        if own is not None and "nvl" not in name:
-            return own, True
+        listed_profile = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
+        if listed_profile is not None and "nvl" not in name:
+            return listed_profile, True
         return next((profile for chip, profile in _NEAR.items() if chip in name), "h100-sxm"), False
 
     @staticmethod
@@ -480,8 +480,8 @@ class HardwareProfile:
                 remedy="check the path",
             ) from error
         except ValueError as error:
-            what = f"hardware profile is not JSON that autopar can read: {error}"
-            raise HardwareError(what, where=str(path), remedy="correct the file") from error
+            message = f"hardware profile is not JSON that autopar can read: {error}"
+            raise HardwareError(message, where=str(path), remedy="correct the file") from error
 
     @staticmethod
     def from_json(data: Any, where: str = "") -> HardwareProfile:

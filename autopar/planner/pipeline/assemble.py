@@ -128,12 +128,12 @@ class Sharing:
         budget = self.rank_budgets[rank]
         shares = self.budgets[stage] < budget
         on = f" on {self.devices[rank]}" if self.devices else ""
-        which = (
+        on_rank = (
             f", whose share of the {size_text(budget)} of rank {rank} was reduced" if shares else ""
         )
         needed = 0 if shares else error.needed_bytes
         return InfeasibleError(
-            f"stage {stage} of {self.num_stages}{on}{which}: {error.what}",
+            f"stage {stage} of {self.num_stages}{on}{on_rank}: {error.what}",
             remedy=error.remedy,
             needed_bytes=needed,
         )
@@ -176,18 +176,18 @@ class Sharing:
     ) -> dict[str, int]:
         """Return the bytes by kind that are counted more than once, since several chunks read the
         same tensors."""
-        seen: set[str] = set()
-        found = {"parameters": 0, "optimizer": 0, "buffers": 0}
+        names: set[str] = set()
+        repeated_bytes = {"parameters": 0, "optimizer": 0, "buffers": 0}
         state, _ = OPTIMIZERS[self.options.optimizer]
         for number, planned in chunks.items():
             program = planned.stage_program()
             for t in (*program.parameters, *program.buffers):
-                if t.name in seen:
+                if t.name in names:
                     size = memories[number].resting[t.name]
-                    found["parameters" if t in program.parameters else "buffers"] += size
-                    found["optimizer"] += state * size if t.has_gradient else 0
-            seen |= memories[number].resting.keys()
-        return found
+                    repeated_bytes["parameters" if t in program.parameters else "buffers"] += size
+                    repeated_bytes["optimizer"] += state * size if t.has_gradient else 0
+            names |= memories[number].resting.keys()
+        return repeated_bytes
 
     def _chunk(self, planned: Planned) -> ChunkMemory:
         program = planned.stage_program()
@@ -197,18 +197,18 @@ class Sharing:
         numbers = range(rank, self.num_stages, self.num_stages // self.num_chunks)
         peak, budget = self.ranks(stages)[rank].peak_bytes, self.rank_budgets[rank]
         if self._round == _ROUNDS:
-            which = ", ".join(map(str, numbers))
-            what = (
-                f"no plan found in which stages {which} of rank {rank} together fit into"
+            stages_text = ", ".join(map(str, numbers))
+            message = (
+                f"no plan found in which stages {stages_text} of rank {rank} together fit into"
                 f" {size_text(budget)}"
             )
-            raise shortage(f"{what}; the last plan tried needs {size_text(peak)}")
+            raise shortage(f"{message}; the last plan tried needs {size_text(peak)}")
         predictions = {n: stages[n].plan.prediction for n in numbers}
-        kept = {
+        activation_bytes = {
             n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()
         }
         for n, p in predictions.items():
-            share = -(-(peak - budget) * kept[n] // sum(kept.values()))
+            share = -(-(peak - budget) * activation_bytes[n] // sum(activation_bytes.values()))
             self.lowered.add(n)
             self.budgets[n] = max(min(self.budgets[n], p.peak_bytes) - share, 1)
 
@@ -232,15 +232,17 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
 def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
     """Return the bytes that the kernels of a rank's stages share with their peers. Kernels that
     move tensors of equal form along an axis share one buffer."""
-    found: dict[object, int] = {}
+    buffer_bytes: dict[object, int] = {}
     for planned in chunks.values():
         program = planned.stage_program()
         for node in (*program.forward.graph.nodes, *program.backward.graph.nodes):
             if "kernel" in node.meta:
                 step = node.meta["kernel"]
-                found[step.collective.kind, step.collective.axis, step.shards] = step.num_bytes
-            found |= {rows: rows.num_bytes for rows in node.meta.get("routes", ())}
-    return {KERNELS_BUFFERS: sum(found.values())}
+                buffer_bytes[step.collective.kind, step.collective.axis, step.shards] = (
+                    step.num_bytes
+                )
+            buffer_bytes |= {rows: rows.num_bytes for rows in node.meta.get("routes", ())}
+    return {KERNELS_BUFFERS: sum(buffer_bytes.values())}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,13 +421,16 @@ def _proof(
     promised: tuple[str, ...],
 ) -> Proof:
     """Make the proof over all cuts. With one stage, use the bound of the stage."""
-    own = plans[0].proof if len(plans) == 1 else None
+    stage_proof = plans[0].proof if len(plans) == 1 else None
     bound, certified = (
-        (own.bound_s * request.microbatching.num, own.certified_bound_s * request.microbatching.num)
-        if own
+        (
+            stage_proof.bound_s * request.microbatching.num,
+            stage_proof.certified_bound_s * request.microbatching.num,
+        )
+        if stage_proof
         else (whole.least.step_s,) * 2
     )
-    covers = _covers(request.pipelined, one=own is not None)
+    covers = _covers(request.pipelined, one=stage_proof is not None)
     if request.returned.waits:
         covers += (_WAITS if request.part.differentiable else _FORWARD,)
     if request.axis and request.returned.handed_bytes:
@@ -443,7 +448,9 @@ def _proof(
     covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
     bound, searched = (
         min(bound, objective),
-        min(own.searched_bound_s * request.microbatching.num, objective) if own else 0.0,
+        min(stage_proof.searched_bound_s * request.microbatching.num, objective)
+        if stage_proof
+        else 0.0,
     )
     proof = Proof(
         objective,
@@ -482,9 +489,9 @@ def _covers(pipelined: Pipelined, *, one: bool) -> tuple[str, ...]:
         " bound counts (M − 1) · max τ + Σ τ"
     )
     plain = waves if pipelined.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
-    taken = "until the end of the simulated schedule" if interleaved else plain
+    schedule_end = "until the end of the simulated schedule" if interleaved else plain
     several = (COVERS if pipelined.cuts is None else _COVERS_REQUESTED + COVERS[1:]) + (
         _COVERS_INTERLEAVED if interleaved else ()
     )
     covers = _COVERS_ONE if one else several
-    return *(line.format(taken) for line in covers), SHARES
+    return *(line.format(schedule_end) for line in covers), SHARES

@@ -55,14 +55,14 @@ class LeastStep:
 def pareto_front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     """Reduce pairs to at most `_MAX_PAIRS` pairs such that each given pair is dominated by one of
     them, or equal to it. If the Pareto frontier is small enough, it is the result."""
-    kept: list[Pair] = []
+    front: list[Pair] = []
     for before, behind in sorted(pairs):
-        if not kept or behind < kept[-1][1]:
-            kept.append((before, behind))
-    while len(kept) > _MAX_PAIRS:  # the componentwise minimum replaces two neighbours
-        odd = kept[len(kept) // 2 * 2 :]
-        kept = [(a[0], b[1]) for a, b in zip(kept[::2], kept[1::2], strict=False)] + odd
-    return tuple(kept)
+        if not front or behind < front[-1][1]:
+            front.append((before, behind))
+    while len(front) > _MAX_PAIRS:  # the componentwise minimum replaces two neighbours
+        odd = front[len(front) // 2 * 2 :]
+        front = [(a[0], b[1]) for a, b in zip(front[::2], front[1::2], strict=False)] + odd
+    return tuple(front)
 
 
 def join_pairs(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
@@ -85,12 +85,12 @@ def least_step(
         num_microbatches: M.
         allowed: units that may begin a later stage; by default all but the first.
     """
-    each = [parts] * num_stages if isinstance(parts, Parts) else list(parts)
-    num = len(each[0].units)
+    stage_parts = [parts] * num_stages if isinstance(parts, Parts) else list(parts)
+    num = len(stage_parts[0].units)
     places: list[list[tuple[int, float, float]]] = [
         [(0, 0.0, 0.0)]
     ]  # the places between stages: a border and one of its pairs
-    for part in each[:-1]:
+    for part in stage_parts[:-1]:
         places.append(
             [
                 (p, *pair)
@@ -102,7 +102,7 @@ def least_step(
     places.append([(num, 0.0, 0.0)])
     tables = [
         _times(part.units, *around)
-        for part, around in zip(each, itertools.pairwise(places), strict=True)
+        for part, around in zip(stage_parts, itertools.pairwise(places), strict=True)
     ]
     step_s, path = fastest_path(tables, num_microbatches)
     return LeastStep(
@@ -139,10 +139,10 @@ def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float
     for table in tables[1:]:
         slowest = np.maximum(slowest[:, None], table).min(axis=0, initial=np.inf)
     while True:
-        found = _shortest(tables, limit)
-        if found is None:
+        solution = _shortest(tables, limit)
+        if solution is None:
             return best_s, best
-        times, path = found
+        times, path = solution
         limit = max(times)
         step_s = num_further * limit + sum(times)
         if step_s < best_s:

@@ -191,8 +191,8 @@ class Parting:
             worth, layouts = self.worths.of(ref), self.worths.reads(ref, instance.op, operand)
             use = self.instances.use(instance.op, operand, ref)
             if use in worth.now:
-                kept = worth.sum_of(worth.later, self.instances.reads[ref])
-                x += worth.now[use][layouts] - worth.kappa(kept)[layouts]
+                later_worth = worth.sum_of(worth.later, self.instances.reads[ref])
+                x += worth.now[use][layouts] - worth.kappa(later_worth)[layouts]
                 again += worth.later[use][layouts] if use in worth.later else 0.0
             elif use in worth.later:
                 x += worth.later[use][layouts]
@@ -227,13 +227,13 @@ class Parting:
                     and self.instances.variant[ref] == v
                     and not self.worths.narrower(v, ref[0] in self.exposed)
                 ):
-                    left = self.worths.of(ref).left[late]
+                    remaining_costs = self.worths.of(ref).left[late]
                     yield (
                         kernel,
                         max(
                             0.0,
                             *(
-                                hidden.saved_s - max(0.0, float(left[hidden.arc]))
+                                hidden.saved_s - max(0.0, float(remaining_costs[hidden.arc]))
                                 for hidden in kernel.hides
                             ),
                         ),
@@ -298,7 +298,7 @@ class Parting:
         forward = value.phase == "forward"
         gains = worth.sum_of(worth.now, behind if forward else before)
         later = worth.sum_of(worth.later, before), worth.sum_of(worth.later, behind)
-        kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
+        later_costs, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
         further_s = worth.crossing_loss_s - worth.loss_s  # in the stage of its producer
         at = np.array(
             [
@@ -309,7 +309,7 @@ class Parting:
         arrives_s = np.array([wire.time_s(value.graph.bytes[n]) for n in at])
         if forward:
             return (
-                gains[at] - kept[at] + further_s,
+                gains[at] - later_costs[at] + further_s,
                 arrives_s - gains[at] - arrives[at] + worth.crossing_loss_s,
             )
         return arrives_s - gains[at] + worth.crossing_loss_s, gains[at] + further_s

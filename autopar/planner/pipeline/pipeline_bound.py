@@ -72,20 +72,25 @@ class UnitPrograms:
             The parts with the proven bounds of units.
         """
         factor = 1.0 + _MORE * (factor - 1.0)
-        alike: dict[object, list[int]] = {}
+        units_by_kind: dict[object, list[int]] = {}
         for unit, members in enumerate(self._members):
-            alike.setdefault(self._kind(members), []).append(unit)
-        units, left = list(self.parts.units), _MOST
-        heavy = sorted(alike.values(), key=lambda same: (-len(same) * units[same[0]], same[0]))
+            units_by_kind.setdefault(self._kind(members), []).append(unit)
+        units, relaxations_left = list(self.parts.units), _MOST
+        heavy = sorted(
+            units_by_kind.values(), key=lambda same: (-len(same) * units[same[0]], same[0])
+        )
         for same in heavy:
             known_s = units[same[0]]
-            if left <= 0 or len(same) * known_s < _MIN_SHARE * sum(self.parts.units):
+            if relaxations_left <= 0 or len(same) * known_s < _MIN_SHARE * sum(self.parts.units):
                 break
             part, beside_s = self._part(self._members[same[0]])
             least_s, num = least_of(
-                part, known_s * factor - beside_s, min(_RELAXATIONS, left), self.time_limit_s
+                part,
+                known_s * factor - beside_s,
+                min(_RELAXATIONS, relaxations_left),
+                self.time_limit_s,
             )
-            left -= num
+            relaxations_left -= num
             for unit in same:
                 units[unit] = max(known_s, least_s + beside_s)
         return replace(self.parts, units=tuple(units))
@@ -102,7 +107,7 @@ class UnitPrograms:
             for ref in (*i.results, *(ref for _, ref in i.operands))
         }
         several |= instances.hidden | instances.everywhere
-        found = set[Ref]()
+        refs = set[Ref]()
         for instance in instances.found:
             if any(name in parting.exposed for name, _ in instance.results):
                 continue  # backward of a stage that ends here may not recompute it
@@ -116,8 +121,8 @@ class UnitPrograms:
                 ):
                     continue
                 if all(read.unit == instance.unit for read in instances.reads.get(ref, ())):
-                    found.add(ref)
-        return found
+                    refs.add(ref)
+        return refs
 
     def _kind(self, members: Sequence[Instance]) -> object:
         """Return a key of a unit's program. Units with equal keys have equal programs."""
@@ -182,7 +187,7 @@ class UnitPrograms:
                             tuple(sorted(uses[ref], key=lambda use: (use.op, use.operand))),
                         )
                     )
-        own = replace(
+        unit_problem = replace(
             problem,
             ops=tuple(ops),
             values=tuple(values),
@@ -193,7 +198,7 @@ class UnitPrograms:
             regions=(),
         )
         return PricedPart(
-            own, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
+            unit_problem, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
         ), beside_s
 
     def _is_priced(self, ref: Ref) -> bool:
@@ -210,7 +215,7 @@ def spread(instances: Instances) -> Spread:
     problem = instances.priced.problem
     groups: list[dict[object, int]] = [{} for _ in problem.ops]
     times: list[list[float]] = [[] for _ in problem.ops]
-    made: list[Counter[int]] = [Counter() for _ in problem.variants]
+    group_counts: list[Counter[int]] = [Counter() for _ in problem.variants]
     read: list[list[Counter[int]]] = [[Counter() for _ in v.uses] for v in problem.variants]
     for instance in instances.found:
         mine = groups[instance.op]
@@ -219,20 +224,20 @@ def spread(instances: Instances) -> Spread:
         times[instance.op][group] += instance.share
         for ref in instance.results:
             if ref in instances.variant:
-                made[instances.variant[ref]][group] += 1
+                group_counts[instances.variant[ref]][group] += 1
         for operand, ref in instance.operands:
             read[instances.variant[ref]][instances.use(instance.op, operand, ref)][group] += 1
-    found = tuple(tuple(each) or (0.0,) for each in times)
-    apart = {
+    group_times = tuple(tuple(each) or (0.0,) for each in times)
+    separate_ops = {
         instances.variant[ref]
         for ref in instances.hidden | instances.shared_tensors()
         if ref in instances.variant
     }
     return Spread(
-        found,
-        tuple(map(_shares, made)),
+        group_times,
+        tuple(map(_shares, group_counts)),
         tuple(tuple(map(_shares, each)) for each in read),
-        frozenset(apart),
+        frozenset(separate_ops),
     )
 
 

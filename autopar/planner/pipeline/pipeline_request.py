@@ -76,12 +76,12 @@ class PipelineRequest:
             trained=bool(self.whole.differentiable),
         )
         if self.whole.loss is None and options.outputs != "full":
-            what = (
+            message = (
                 f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
                 " would return its own outputs"
             )
             raise ConstraintError(
-                what, remedy='pass outputs="full": every rank then returns the full outputs'
+                message, remedy='pass outputs="full": every rank then returns the full outputs'
             )
         return replace(request, pipelined=pipelined)
 
@@ -164,18 +164,18 @@ class PipelineRequest:
             ConstraintError: if the model has no such cuts, or their number is wrong.
         """
         modules = {point.module: index + 1 for index, point in enumerate(points)}
-        wanted = self.pipelined.cuts or ()
-        unknown = [name for name in wanted if name not in modules]
-        if unknown or len(wanted) != self.num_stages - 1:
+        cut_names = self.pipelined.cuts or ()
+        unknown = [name for name in cut_names if name not in modules]
+        if unknown or len(cut_names) != self.num_stages - 1:
             wrong = (
                 f": no cut at {unknown[0]!r}"
                 if unknown
-                else f" has {len(wanted)} cuts for {self.num_stages} stages"
+                else f" has {len(cut_names)} cuts for {self.num_stages} stages"
             )
             raise ConstraintError(
                 f"{self.pipelined}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}"
             )
-        return tuple(sorted(modules[name] for name in wanted))
+        return tuple(sorted(modules[name] for name in cut_names))
 
     def mark(self, trace: Trace, hardware: Hardware) -> Fingerprint:
         """Make the fingerprint of a plan for the trace of the whole batch, or of a stage."""

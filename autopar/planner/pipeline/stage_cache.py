@@ -72,9 +72,9 @@ class StageCache:
         nameless = _nameless(problem)
         if (
             effort is Effort.MIXED
-            and (apart := self._known_separate_ops(nameless, problem)) is not None
+            and (separate_ops := self._known_separate_ops(nameless, problem)) is not None
         ):
-            return apart
+            return separate_ops
         for other, form, spent, choices in self._answers:
             if effort > spent and (choices.mixed or choices.unfinished):
                 continue
@@ -87,9 +87,9 @@ class StageCache:
 
     def _known_separate_ops(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
         """Look up the ops of a problem that decide separately."""
-        for form, num, apart in self._apart:
+        for form, num, separate_ops in self._apart:
             if num == problem.num_in_flight and form == nameless:
-                return apart
+                return separate_ops
         return None
 
     def learn(self, problem: Problem, choices: Solution | FractionalGroups, effort: Effort) -> None:
@@ -107,9 +107,9 @@ class StageCache:
 
     def measure_once(self, program: StageProgram, measure: Callable[[], Held]) -> Held:
         """Return the memory of a program, measured if it is not one of the last programs."""
-        for other, found in self._rehearsed:
+        for other, memory in self._rehearsed:
             if other is program:
-                return found
+                return memory
         self._rehearsed.append((program, measure()))
         return self._rehearsed[-1][1]
 
@@ -138,7 +138,7 @@ class StageCache:
         form = form_of(program)
         if form not in self._memories:
             self._memories[form] = measure()
-        found = self._memories[form]
+        memory = self._memories[form]
         names = [
             t.name
             for t in (
@@ -148,8 +148,8 @@ class StageCache:
             )
         ]
         return replace(
-            found,
-            resting=dict(zip(names, found.resting.values(), strict=True)),
+            memory,
+            resting=dict(zip(names, memory.resting.values(), strict=True)),
             mutated=program.mutated,
         )
 
@@ -204,12 +204,12 @@ def _tensor(tensor: ProgramTensor) -> Form:
 def _graph(module: fx.GraphModule) -> Form:
     """Describe the nodes of a graph in order, with positions instead of names."""
     place = {node: f"%{number}" for number, node in enumerate(module.graph.nodes)}
-    found = []
+    lines = []
     for node in module.graph.nodes:
         target = {"placeholder": "", "get_attr": object()}.get(
             node.op, str(node.target)
         )  # attributes of equal names may differ, so they are never equal
-        found.append(
+        lines.append(
             (node.op, target, str(fx.map_arg((node.args, node.kwargs), place.__getitem__)))
         )
-    return tuple(found)
+    return tuple(lines)

@@ -98,11 +98,11 @@ def solve_uncut(
             else ((), one_stage(request.part))
         )
         sewn = seams(request.part, placing)
-        each = [
+        without_stages = [
             part_constraints(forced[request.kinds.index(kind)], sewn)
             for kind in range(len(request.profiles))
         ]
-    on = [_alone(request, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
+    on = [_alone(request, kind, alone, sewn, clock) for kind, alone in enumerate(without_stages)]
     least, closer = LeastStep(_least_s(request, on[0].choices.bound_s), ()), None
     if request.num_stages > 1:
         with clock.phase("bound"):
@@ -117,7 +117,9 @@ def solve_uncut(
                 request.microbatching.num,
                 None if request.pipelined.cuts is None else request.cuts(points),
             )
-            proof = _over_cuts(request, [alone.priced for alone in on], each[0], sewn, ways)
+            proof = _over_cuts(
+                request, [alone.priced for alone in on], without_stages[0], sewn, ways
+            )
         on = [
             replace(alone, multipliers=multipliers)
             for alone, multipliers in zip(on, proof.multipliers, strict=True)
@@ -249,24 +251,24 @@ class StagedSearch:
             InfeasibleError: if a stage does not fit.
             TooSlow: if no plan beats `limit_s`.
         """
-        request, choice, whole = self.request, CutChoice(self.request), self._whole()
-        first, best = self._first(whole, choice)
+        request, choice, uncut = self.request, CutChoice(self.request), self._whole()
+        first, best = self._first(uncut, choice)
         tried = {first}
         for _ in range(_ROUNDS if request.pipelined.cuts is None and request.num_stages > 1 else 0):
-            ways = choice.ways(reweigh_units(whole.units, first, best.times))
+            ways = choice.ways(reweigh_units(uncut.units, first, best.times))
             further = next(
-                (cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None
+                (cuts for cuts in self._legal_among(uncut, ways) if cuts not in tried), None
             )
             if further is None or request.options.is_late:
                 break
             tried.add(further)
             try:
-                other = self._plan_stages(whole, further)
+                other = self._plan_stages(uncut, further)
             except InfeasibleError:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
                 first, best = further, other
-        return join_stages(request, whole, first, best.plans, best.made, best.sharing, self.clock)
+        return join_stages(request, uncut, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """Plan the requested cuts, or the best cuts whose stages fit.
@@ -339,25 +341,25 @@ class StagedSearch:
         fits, the one that needs least; None if none was found."""
         request = self.request
         self.is_light, self.limit_s = True, math.inf
-        whole = self._whole()
+        uncut = self._whole()
         with self.clock.phase("least"):
             least = self._prove_need()[1]
         ways = [] if least is None else [least]
         ways += (
-            [light_cuts(whole.units, request.in_flight, request.budgets * request.pipelined.chunks)]
+            [light_cuts(uncut.units, request.in_flight, request.budgets * request.pipelined.chunks)]
             if request.pipelined.cuts is None
             else []
         )
         plans = []
-        for cuts in dict.fromkeys(self._legal_among(whole, ways)):
+        for cuts in dict.fromkeys(self._legal_among(uncut, ways)):
             try:
-                stages = self._plan_stages(whole, cuts)
+                stages = self._plan_stages(uncut, cuts)
             except InfeasibleError as error:
                 log.info("no low-memory plan with cuts before units %s: %s", cuts, error.what)
                 continue
             plans.append(
                 join_stages(
-                    request, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock
+                    request, uncut, cuts, stages.plans, stages.made, stages.sharing, self.clock
                 )
             )
         return prefer_fastest(plans, needs)

@@ -84,19 +84,19 @@ class StageSizes:
                 )
                 for end in ends
             }
-        _, made, need = least[num]
+        _, stage_ends, need = least[num]
         assert need is not None, "there is a stage"
-        return need, made[:-1]
+        return need, stage_ends[:-1]
 
     def _with(
         self, first: int, end: int, number: int, before: tuple[float, tuple[int, ...], Need | None]
     ) -> tuple[float, tuple[int, ...], Need]:
         """Append a stage to the preceding stages."""
-        share, made, need = before
+        share, stage_ends, need = before
         here = self._stage(first, end, number)
         if need is None or here.share > share:
-            return here.share, (*made, end), here
-        return share, (*made, end), need
+            return here.share, (*stage_ends, end), here
+        return share, (*stage_ends, end), need
 
     def _neediest(self, needs: Iterable[Need]) -> Need:
         return max(needs, key=lambda need: need.share)
@@ -137,8 +137,8 @@ class StageSizes:
             )
             self._known[key] = proven_bytes(stage, priced, request.options.solve_s)
         unequal = len(set(budgets)) > 1
-        where = f"stage {number} of {request.num_stages} ({profile.name})" if unequal else ""
-        return Need(self._known[key], budgets[number % len(budgets)], where)
+        text = f"stage {number} of {request.num_stages} ({profile.name})" if unequal else ""
+        return Need(self._known[key], budgets[number % len(budgets)], text)
 
     def _need_at_rest(self) -> Need:
         """Return a lower bound of the need of a rank from its share of the parameters, since all
@@ -161,11 +161,11 @@ class StageSizes:
             if source.kind == "parameter"
         ]
         total = sum(op.count * min(s.static_bytes for s in op.strategies) for op in parameters)
-        where = "each stage, on average" if len(set(budgets)) > 1 else ""
+        text = "each stage, on average" if len(set(budgets)) > 1 else ""
         return Need(
             total * request.pipelined.chunks // request.num_stages,
             sum(budgets) // len(budgets),
-            where,
+            text,
         )
 
 
@@ -254,24 +254,24 @@ def nearest_legal(
         ConstraintError: if no tried cuts are legal.
     """
     first = tuple(wanted)
-    waiting, seen, refusal = [(0, first)], {first}, None
+    waiting, known_cuts, refusal = [(0, first)], {first}, None
     for _ in range(_MOST_TRIED):
         if not waiting:
             break
         _, cuts = heapq.heappop(waiting)
-        found = find_refusal(part, [points[index - 1].position for index in cuts])
-        if found is None:
+        problem = find_refusal(part, [points[index - 1].position for index in cuts])
+        if problem is None:
             return cuts
-        refusal = refusal or found
+        refusal = refusal or problem
         for moved in _moved_by_one(cuts, len(points)):
-            if moved not in seen:
-                seen.add(moved)
+            if moved not in known_cuts:
+                known_cuts.add(moved)
                 distance = sum(abs(a - b) for a, b in zip(moved, first, strict=True))
                 heapq.heappush(waiting, (distance, moved))
     assert refusal is not None, "the wanted cuts were tried"
-    what = f"no cut of the model into {len(first) + 1} stages found: {refusal.what}"
+    message = f"no cut of the model into {len(first) + 1} stages found: {refusal.what}"
     remedy = f"use a shorter pipeline axis, or {NO_PIPELINE}"
-    raise ConstraintError(what, where=refusal.where, remedy=remedy) from refusal
+    raise ConstraintError(message, where=refusal.where, remedy=remedy) from refusal
 
 
 def _moved_by_one(cuts: tuple[int, ...], num_points: int) -> Iterator[tuple[int, ...]]:

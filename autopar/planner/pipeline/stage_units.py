@@ -50,7 +50,7 @@ def units_of(
         choices: its solution.
         evaluation: the evaluation of the solution.
     """
-    time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
+    time_s, static, saved_bytes = [0.0] * num_units, [0] * num_units, [0] * num_units
     homes = {name: held[0] for name, held in placing.holders.items()}
     nodes = {**{name: unit for name, unit in placing.stage.items()}}
     for op, source, s in zip(priced.problem.ops, priced.sources, choices.strategies, strict=True):
@@ -70,8 +70,8 @@ def units_of(
             unit = nodes.get(name, 0)
             moves = evaluation.forward[v].load + evaluation.backward[v].load
             time_s[unit] += moves.priced_s(evaluation.slowdown, COMPUTE_BOUND)
-            kept[unit] += size
-    return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
+            saved_bytes[unit] += size
+    return tuple(Unit(*each) for each in zip(time_s, static, saved_bytes, strict=True))
 
 
 def check_parts(num_parts: int, num_stages: int) -> None:
@@ -81,12 +81,12 @@ def check_parts(num_parts: int, num_stages: int) -> None:
         ConstraintError: if it has fewer.
     """
     if num_parts < num_stages:
-        what = (
+        message = (
             f"the model can be cut into at most {num_parts} parts, but {num_stages} stages were"
             " requested"
         )
         fewer = f"use a pipeline of at most {num_parts} stages, or " if num_parts > 1 else ""
-        raise ConstraintError(what, remedy=fewer + NO_PIPELINE)
+        raise ConstraintError(message, remedy=fewer + NO_PIPELINE)
 
 
 def balance_cuts(
@@ -176,11 +176,13 @@ class _Costs:
             stage: index of the stage.
         """
         sums, budget = self._sums[stage], self._budgets[stage]
-        time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
+        time_s, static, saved_bytes = (b - a for a, b in zip(sums[first], sums[last], strict=True))
         if static > budget:
             return time_s * 1e3 * static / budget
         return time_s * (
-            _SLOWER_WITH_RECOMPUTATION if static + self._in_flight[stage] * kept > budget else 1.0
+            _SLOWER_WITH_RECOMPUTATION
+            if static + self._in_flight[stage] * saved_bytes > budget
+            else 1.0
         )
 
 
@@ -205,17 +207,17 @@ def reweigh_units(
         times: seconds of each planned stage.
     """
     edges = [0, *cuts, len(units[0])]
-    found: list[list[Unit]] = [[] for _ in units]
+    reweighed: list[list[Unit]] = [[] for _ in units]
     for stage, ((first, last), time_s) in enumerate(
         zip(itertools.pairwise(edges), times, strict=True)
     ):
         guessed = sum(unit.time_s for unit in units[stage][first:last])
-        for mine, each in zip(found, units, strict=True):
+        for mine, kind_units in zip(reweighed, units, strict=True):
             mine += [
                 replace(unit, time_s=unit.time_s * time_s / guessed if guessed else time_s)
-                for unit in each[first:last]
+                for unit in kind_units[first:last]
             ]
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, reweighed))
 
 
 def one_stage(trace: Trace) -> Placing:

@@ -112,24 +112,24 @@ def simulate(
         list(reversed(order))
         for order in orders(schedule, num_stages, num_microbatches, num_chunks)
     ]
-    done: dict[Action, float] = {}
+    end_times: dict[Action, float] = {}
     free = [0.0] * len(waiting)
     bars: list[Bar] = []
     while any(waiting):
-        for rank, left in enumerate(waiting):
-            while left:
-                work = left[-1]
+        for rank, rank_work in enumerate(waiting):
+            while rank_work:
+                work = rank_work[-1]
                 before = Action(
                     work.kind, work.stage + (-1 if work.kind == "forward" else 1), work.microbatch
                 )
                 at_end = before.stage in (-1, num_stages)
-                if not at_end and before not in done:
+                if not at_end and before not in end_times:
                     break
-                start = max(free[rank], 0.0 if at_end else done[before])
+                start = max(free[rank], 0.0 if at_end else end_times[before])
                 duration = (forward_s if work.kind == "forward" else backward_s)[work.stage]
-                free[rank] = done[work] = start + duration
+                free[rank] = end_times[work] = start + duration
                 bars.append(Bar(work.stage, work.kind, work.microbatch, start, duration))
-                left.pop()
+                rank_work.pop()
     return tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.stage)))
 
 
@@ -222,12 +222,12 @@ def in_order(
         return pipelined
     if num == 1:
         return replace(pipelined, schedule="gpipe")
-    what = (
+    message = (
         f"{num} microbatches are fewer than the stages along {pipelined.axis!r}, which 1F1B does"
         " not support"
     )
     raise ConstraintError(
-        what, remedy='use more microbatches, or schedule="gpipe", which supports any number'
+        message, remedy='use more microbatches, or schedule="gpipe", which supports any number'
     )
 
 
@@ -236,20 +236,20 @@ def _all_forwards_first(pipelined: Pipelined, ranks: int, num: int, trained: boo
         _check_rounds(pipelined, ranks, num)
         return pipelined
     if pipelined.schedule == INTERLEAVED:
-        what = (
+        message = (
             f"{pipelined}: the model returns no differentiable loss, so no backward can run between"
             " forwards"
         )
         raise ConstraintError(
-            what, remedy="let forward compute and return the loss, or remove the schedule"
+            message, remedy="let forward compute and return the loss, or remove the schedule"
         )
     if trained and not pipelined.axis and num > 1:
-        what = (
+        message = (
             "the model returns no loss: backward waits for a loss that is computed outside the"
             " model, from the whole batch"
         )
         raise ConstraintError(
-            what,
+            message,
             remedy=(
                 "let forward compute and return the loss, or use one microbatch, or use pipeline"
                 " stages"
@@ -265,8 +265,8 @@ def _check_rounds(pipelined: Pipelined, ranks: int, num: int) -> None:
             remedy="use an axis of two or more devices",
         )
     if not num_rounds(ranks, num):
-        what = (
+        message = (
             f"{num} microbatches is not a multiple of the {ranks} ranks along {pipelined.axis!r},"
             " which interleaved 1F1B requires"
         )
-        raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")
+        raise ConstraintError(message, remedy=f"use a multiple of {ranks} microbatches")

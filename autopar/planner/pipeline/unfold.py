@@ -322,18 +322,20 @@ class Worths:
         reads = [
             self._at(self.reads(ref, u.op, u.operand), num) for u in uses if u.phase == value.phase
         ]
-        made = self._at(self.layouts_made(ref), num)
-        versions = self._keepable(value, np.logical_or.reduce([made, *reads]))
+        made_layouts = self._at(self.layouts_made(ref), num)
+        versions = self._keepable(value, np.logical_or.reduce([made_layouts, *reads]))
         now, later = self._potentials(kind, value)
-        kept = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
+        later_worth = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
         if len(now) < len(reads) or ref in self.instances.hidden:
             now[-1] = np.zeros(num)  # readers without multipliers
             times[-1] = 1
-        wanted = np.logical_or.reduce([np.full(num, exposed), *reads])
-        made_worth = np.where(versions, np.minimum(self._versions(v, num), kept), 0.0)
-        free = made_worth * _reachable(graph, wanted, back=True)
-        first = [made] if value.phase == "backward" else [made, versions | made]
-        losses, left = [0.0, 0.0], list[Floats]()
+        read_layouts = np.logical_or.reduce([np.full(num, exposed), *reads])
+        made_worth = np.where(versions, np.minimum(self._versions(v, num), later_worth), 0.0)
+        free = made_worth * _reachable(graph, read_layouts, back=True)
+        first = (
+            [made_layouts] if value.phase == "backward" else [made_layouts, versions | made_layouts]
+        )
+        losses, remaining_costs = [0.0, 0.0], list[Floats]()
         in_full = np.array([arc.time_s for arc in graph.arcs])
         for potentials, start in zip((now, later), first, strict=False):
             reach = _reachable(graph, start)
@@ -348,10 +350,10 @@ class Worths:
                     graph, [(times[use], worth) for use, worth in potentials.items()], free, seconds
                 )
                 losses[crosses] += float(np.minimum(0.0, costs)[reach[_ends(graph)[0]]].sum())
-            left.append(costs + in_full - seconds)
+            remaining_costs.append(costs + in_full - seconds)
             free = np.zeros(num)
         return TensorWorth(
-            now, later, made_worth, versions, losses[False], losses[True], tuple(left)
+            now, later, made_worth, versions, losses[False], losses[True], tuple(remaining_costs)
         )
 
     def _keepable(self, value: Value, versions: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -400,8 +402,8 @@ class Worths:
         value = self.problem.values[self.problem.variants[v].value]
         load, slowdown = arc_loads(self.problem, v, late=late), self.problem.overlap_slowdown
         costs = np.array([load(arc).priced_s(slowdown, COMPUTE_BOUND) for arc in value.graph.arcs])
-        kept = late and self.problem.ops[value.op].kind == "compute"
-        if crosses and (kept or (value.phase == "backward" and self._read_by_parameters(v))):
+        may_keep = late and self.problem.ops[value.op].kind == "compute"
+        if crosses and (may_keep or (value.phase == "backward" and self._read_by_parameters(v))):
             local = np.array([arc.collective.kind == "slice" for arc in value.graph.arcs], bool)
             shares = np.array([arc.seconds(shares=True) for arc in value.graph.arcs])
             costs = np.where(local, costs, np.minimum(costs, slowdown * shares))

@@ -107,12 +107,14 @@ def _free_placements(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Re
     for name, call in graph.calls.items():
         if name in rows:
             continue
-        given = [placements.get(ref) for ref in graph.reads[name]]
+        placements_of = [placements.get(ref) for ref in graph.reads[name]]
         options = offered_options(call)
         as_made = [
             o
             for o in options
-            if all(ways is None or p in ways for p, ways in zip(o.inputs, given, strict=True))
+            if all(
+                ways is None or p in ways for p, ways in zip(o.inputs, placements_of, strict=True)
+            )
         ]
         for i in range(len(call.outputs)):
             placements[name, i] = {o.outputs[i] for o in as_made or options}
@@ -280,9 +282,9 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
         if len(sizes) == 1
         else "shards over several axes must be equal"
     )
-    what = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
+    message = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
     raise ConstraintError(
-        what, remedy=f"make the batch a multiple of {num}, or use fewer or smaller axes"
+        message, remedy=f"make the batch a multiple of {num}, or use fewer or smaller axes"
     )
 
 
@@ -348,12 +350,12 @@ def by_experts(
             axes.
     """
     if plan.tokens == "dispatched" and len(sizes) > 1:
-        what = (
+        message = (
             f"{plan} cannot hold: an op can dispatch tokens along one mesh axis only, not"
             f" {len(sizes)}"
         )
         raise ConstraintError(
-            what,
+            message,
             remedy=(
                 "use one axis, or remove tokens=: one axis then dispatches, and the others gather"
             ),
@@ -368,21 +370,21 @@ def by_experts(
     for node in nodes:
         num = graph.calls[node.name].inputs[_WEIGHTS[node.target]].shape[0]
         if num % math.prod(sizes):
-            what = (
+            message = (
                 f"{plan} cannot hold: the {num} experts of {node.meta['key']} are not a multiple"
                 f" of {math.prod(sizes)} devices"
             )
             raise ConstraintError(
-                what,
+                message,
                 where=where_of(node),
                 remedy="use axes whose sizes divide the number of experts",
             )
     labels = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
-    left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
-    while left:
-        ref = left.pop()
+    pending = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]
+    while pending:
+        ref = pending.pop()
         labels.weights.add(ref[0])
-        left += [read for read in graph.reads.get(ref[0], ()) if graph.is_weight(read[0])]
+        pending += [read for read in graph.reads.get(ref[0], ()) if graph.is_weight(read[0])]
     return labels
 
 
@@ -403,8 +405,8 @@ class _ExpertWalk(SampleWalk):
         candidates = [
             o for o in self._options(node) if o.inputs[up] == o.inputs[up + 1] == BY_EXPERTS
         ]
-        wanted = BY_EXPERTS if self.tokens == "dispatched" else REPLICATE
-        return next((o for o in candidates if o.inputs[up - 3] == wanted), None)
+        weight_placement = BY_EXPERTS if self.tokens == "dispatched" else REPLICATE
+        return next((o for o in candidates if o.inputs[up - 3] == weight_placement), None)
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         if node.target not in _WEIGHTS:

@@ -129,14 +129,14 @@ class _Side(Propagation):
     def _choose(self, node: fx.Node) -> AxisOption | None:
         """Return the option that reads the fewest operands in another placement than at rest."""
         options = [o for o in self._options(node) if self._is_possible(node, o)]
-        for wanted in (
+        for selection in (
             self._by_table,
             self._by_start,
             self._by_product,
             self._by_gradient,
             self._by_weight,
         ):
-            candidates = wanted(node, options)
+            candidates = selection(node, options)
             if candidates:
                 return min(candidates, key=lambda o: self._cost(node, o))
         best = min(options, key=lambda o: self._cost(node, o), default=None)
@@ -288,20 +288,20 @@ class _Side(Propagation):
         label = self.labels.get(table)
         if isinstance(label, Shard):
             return [o for o in options if o.inputs[0] == label]
-        wanted = (
+        rows_label = (
             SAMPLES
             if self.side == "outer"
             else Shard(len(self.graph.calls[node.name].outputs[0].shape) - 1)
         )
-        return [o for o in options if o.outputs[0] == wanted]
+        return [o for o in options if o.outputs[0] == rows_label]
 
     def _by_gradient(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
         """Return the options of a product that computes the gradient of a weight: by the label of
         the weight."""
-        wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
-        if node.target not in HEADS or not isinstance(wanted, Shard):
+        label = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
+        if node.target not in HEADS or not isinstance(label, Shard):
             return []
-        return [o for o in options if o.outputs[0] == wanted]
+        return [o for o in options if o.outputs[0] == label]
 
     def _by_weight(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
         """Return the options of a backward product that reads a weight with its label."""

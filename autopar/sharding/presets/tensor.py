@@ -135,8 +135,8 @@ def _try_next(
         if not tried.dims.get(
             pattern
         ):  # otherwise lookups would split the table, and the gradient of the product would not
-            alike = [n for n in nodes if graph.pattern(n) == pattern]
-            weights = {product_of(graph, n)[1] for n in alike}  # type: ignore[index]
+            similar = [n for n in nodes if graph.pattern(n) == pattern]
+            weights = {product_of(graph, n)[1] for n in similar}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
             tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
         if by and not tried.dims.get(pattern):
@@ -167,7 +167,7 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
     their two linears.
     """
     tables: dict[Ref, Placement] = {}
-    whole = {
+    unsplit = {
         graph.reads[name][1]
         for name, node in graph.nodes.items()
         if node.target is ops.linear_cross_entropy
@@ -182,7 +182,7 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
                 graph.is_weight(table[0])
                 and ids[0] in graph.on_batch
                 and rows > columns
-                and table not in whole
+                and table not in unsplit
             ):
                 tables[table] = Shard(0)
     return tables
@@ -239,16 +239,16 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
             plan, "no input has a sequence dim (dim 1) to shard", "sequence=True"
         )
     labels = beside_chains(graph, chains, along)
-    whole = [
+    replicated_parameters = [
         i.path
         for i in graph.trace.inputs
         if len(i.shape) > 1 and not isinstance(along.labels.get((i.node, 0)), Shard)
     ]
-    if whole:
+    if replicated_parameters:
         log.warning(
             "%s replicates tensors that depend only on inputs with another sequence: %s",
             plan,
-            ", ".join(whole),
+            ", ".join(replicated_parameters),
         )
     nodes = [
         node
@@ -273,14 +273,14 @@ def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) 
         chains: the labels of tensor parallelism, which also determine the storage of parameters.
         along: the labels along the sequence, used for nodes that `chains` leaves whole.
     """
-    kept = _nodes_adding_sums(graph, chains.rows) | _nodes_of_losses(graph, chains.rows)
+    unchanged = _nodes_adding_sums(graph, chains.rows) | _nodes_of_losses(graph, chains.rows)
     rows = {
-        name: row if row.is_split or name in kept else along.rows.get(name, row)
+        name: row if row.is_split or name in unchanged else along.rows.get(name, row)
         for name, row in chains.rows.items()
     }
-    apart = read_otherwise(graph, rows)
+    other_reads = read_otherwise(graph, rows)
     gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
-    return replace(chains, rows=rows, apart=apart, gathering=gathering, failure=along.failure)
+    return replace(chains, rows=rows, apart=other_reads, gathering=gathering, failure=along.failure)
 
 
 def _nodes_adding_sums(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
@@ -363,6 +363,8 @@ def _next(node: fx.Node, backwards: bool) -> Iterable[fx.Node]:
     for other in node.all_input_nodes if backwards else node.users:
         if other.op == "call_function" and other.meta["phase"] == "forward":
             value = other.meta["val"]
-            alike = isinstance(value, torch.Tensor) and value.numel() == node.meta["val"].numel()
-            if alike or (not backwards and other.target in HEADS):
+            same_size = (
+                isinstance(value, torch.Tensor) and value.numel() == node.meta["val"].numel()
+            )
+            if same_size or (not backwards and other.target in HEADS):
                 yield other
