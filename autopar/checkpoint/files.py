@@ -30,7 +30,7 @@ from autopar.checkpoint.earlier_format import FILE as OLD_CONTENTS
 from autopar.checkpoint.rank_parts import CheckpointParts, write_bytes
 from autopar.checkpoint.safetensors_files import SUFFIX, TensorFile
 from autopar.core.json_text import read_json
-from autopar.core.text_files import read_text
+from autopar.core.text_files import read_text, why_unreadable
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
@@ -137,10 +137,10 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
         return {}, f"{ABOUT} was changed after it was written"
     if fault := _find_fault(about):
         return {}, f"{ABOUT} {fault}"
-    missing = [
-        f"{name} does not exist" for name in sorted(about["files"]) if not (place / name).is_file()
-    ]
-    return about, ", ".join(missing[:3])
+    faults = ((name, why_unreadable(place / name)) for name in sorted(about["files"]))
+    return about, ", ".join(
+        [f"{name} cannot be read: {fault}" for name, fault in faults if fault][:3]
+    )
 
 
 def _find_fault(about: Mapping[str, Any]) -> str:
