@@ -307,8 +307,7 @@ class Checkpoints:
                 where=str(place),
                 remedy=self._remedy(steps),
             )
-        if "tied" in about:
-            check_tied(holder.same_names().values(), about["tied"], place)
+        check_tied(holder.same_names().values(), about.get("tied"), place)
         saved = read_others(place)
         companions = with_saved(others_of(holder, others), saved, place, others)
         missed = read_states(

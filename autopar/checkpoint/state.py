@@ -332,19 +332,22 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
     return () if reads_optimizer or not _has_optimizer(saved) else ("optimizer",)
 
 
-def check_tied(names: Iterable[Sequence[str]], tied: Mapping[str, str], place: Path) -> None:
+def check_tied(names: Iterable[Sequence[str]], tied: Mapping[str, str] | None, place: Path) -> None:
     """Check that all names of a tensor are names of one tensor in a checkpoint. Every rank must
     call this.
 
     Args:
         names: the names of each tensor of the model.
-        tied: the first name of each tied tensor of the checkpoint, by its other names.
+        tied: the first name of each tied tensor of the checkpoint, by its other names; None if the
+            checkpoint, which an earlier version wrote, does not tell.
         place: the checkpoint's folder, for the message.
 
     Raises:
         RuntimeStateError: on all ranks, if the checkpoint has several tensors for one tensor of the
             model, of which only one could be loaded.
     """
+    if tied is None:
+        return
     wrong = [
         (first, other)
         for first, *others in names
