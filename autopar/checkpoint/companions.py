@@ -356,6 +356,10 @@ def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> l
 
 def _check_own(holder: Holder, optimizer: Optimizer) -> None:
     own = set(holder.parameters())
+    if not hasattr(optimizer, "param_groups"):
+        what = f"a {type(optimizer).__name__} is in the place of the optimizer"
+        remedy = "pass the optimizer, or None; pass other objects by name: save(step, pm, extra=x)"
+        raise RuntimeStateError(what, remedy=remedy)
     if any(p not in own for group in optimizer.param_groups for p in group["params"]):
         what = "the optimizer has parameters that do not belong to the model"
         remedy = (

@@ -30,9 +30,10 @@ from autopar.checkpoint.earlier_format import FILE as OLD_CONTENTS
 from autopar.checkpoint.rank_parts import CheckpointParts, write_bytes
 from autopar.checkpoint.safetensors_files import SUFFIX, TensorFile
 from autopar.core.json_text import read_json
-from autopar.core.text_files import read_text
+from autopar.core.text_files import read_text, why_unreadable
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
+from autopar.runtime.rank_agreement import gone_ranks
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
 
 FORMAT, VERSION, OLD_VERSION = "autopar-checkpoint", 3, 2
@@ -137,10 +138,10 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
         return {}, f"{ABOUT} was changed after it was written"
     if fault := _find_fault(about):
         return {}, f"{ABOUT} {fault}"
-    missing = [
-        f"{name} does not exist" for name in sorted(about["files"]) if not (place / name).is_file()
-    ]
-    return about, ", ".join(missing[:3])
+    faults = ((name, why_unreadable(place / name)) for name in sorted(about["files"]))
+    return about, ", ".join(
+        [f"{name} cannot be read: {fault}" for name, fault in faults if fault][:3]
+    )
 
 
 def _find_fault(about: Mapping[str, Any]) -> str:
@@ -316,7 +317,7 @@ class Background:
 
     def __init__(self, saving: Saving, finish: Finish) -> None:
         self._saving, self._finish = saving, finish
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{saving.step}")
         try:
             self._thread.start()
@@ -354,10 +355,10 @@ class Background:
             _mark(saving, _DONE, sums)
             if saving.rank == 0:
                 self._finish(saving, _collect_marks(saving))
-        except Exception as error:  # the next call raises any error
+        except BaseException as error:  # the next call raises any error, and rank 0 waits for it
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._error = error
         log.error("step %d was not saved in the background: %s", self._saving.step, error)
         if self._saving.rank:
@@ -372,11 +373,11 @@ def _mark(saving: Saving, kind: str, content: Any) -> None:
     temporary.rename(path)
 
 
-def _mark_failed(saving: Saving, error: Exception) -> None:
+def _mark_failed(saving: Saving, error: BaseException) -> None:
     """Write the marker of a failure for the first rank. If this also fails, the first rank waits
     for `WITHIN_S`."""
     try:
-        _mark(saving, _FAILED, str(error))
+        _mark(saving, _FAILED, f"{type(error).__name__}: {error}")
     except OSError as reason:
         log.error("rank %d cannot report this to rank 0: %s", saving.rank, reason)
 
@@ -385,12 +386,13 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
     """Wait for the markers of all ranks. Return the checksums of all files.
 
     Raises:
-        RuntimeStateError: if a rank failed, or did not write its marker in time.
+        RuntimeStateError: if a rank failed or ended, or did not write its marker in time.
     """
     deadline, is_ending = time.monotonic() + WITHIN_S, False
     sums: dict[str, int] = {}
     missing = set(range(saving.num_ranks))
     while missing:
+        gone = gone_ranks()  # before the markers, which a process writes before it ends
         for other in sorted(missing):
             failed, done = (saving.place / f"rank_{other:05d}{kind}" for kind in (_FAILED, _DONE))
             if failed.exists():
@@ -404,10 +406,12 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
                 missing.discard(other)
         if not is_ending and not threading.main_thread().is_alive():
             deadline, is_ending = min(deadline, time.monotonic() + AT_EXIT_S), True
-        if missing and (time.monotonic() > deadline or not saving.place.is_dir()):
-            what = f"ranks {sorted(missing)} did not write their shards in time"
+        late = time.monotonic() > deadline or not saving.place.is_dir()
+        if at_fault := sorted(missing if late else missing & gone):
+            reason = "did not write their shards in time" if late else "ended without their shards"
             raise RuntimeStateError(
-                what, remedy="check these ranks; the previous checkpoint is unchanged"
+                f"ranks {at_fault} {reason}",
+                remedy="check these ranks; the previous checkpoint is unchanged",
             )
         if missing:
             time.sleep(_POLL_S)

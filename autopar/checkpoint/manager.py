@@ -68,7 +68,7 @@ from autopar.checkpoint.run_folder import (
     check_folder,
     find_checkpoints,
 )
-from autopar.checkpoint.state import keys_of_model, read_states, state_of
+from autopar.checkpoint.state import check_tied, keys_of_model, read_states, state_of
 from autopar.checkpoint.weights import MAX_FILE_BYTES, export
 from autopar.core.json_text import read_json
 from autopar.core.text_files import read_text
@@ -165,7 +165,8 @@ class Checkpoints:
         kept = as_integer(keep)
         if kept is None or kept < 1:
             raise RuntimeStateError(f"keep={keep!r} checkpoints", remedy="keep at least one")
-        self.folder, self.keep, self.weights = Path(folder), kept, weights
+        # absolute, so that a later change of the working directory has no effect
+        self.folder, self.keep, self.weights = Path(folder).absolute(), kept, weights
         self._known = runs_of(self._find_checkpoints())
         self._background: Background | None = None
         self._copies = HostCopies()
@@ -306,6 +307,7 @@ class Checkpoints:
                 where=str(place),
                 remedy=self._remedy(steps),
             )
+        check_tied(holder.same_names().values(), about.get("tied"), place)
         saved = read_others(place)
         companions = with_saved(others_of(holder, others), saved, place, others)
         missed = read_states(

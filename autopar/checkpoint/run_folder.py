@@ -67,7 +67,7 @@ def check_folder(folder: Path) -> None:
             of a checkpoint is not a folder. Without the error, training would start from the
             beginning.
     """
-    if fault := _find_fault(folder):
+    if fault := fault_of_folder(folder) or _find_fault(folder):
         raise RuntimeStateError(
             f"the folder of the checkpoints cannot be used: {fault}",
             where=str(folder),
@@ -78,17 +78,26 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def _find_fault(folder: Path) -> str:
-    """Describe why checkpoints cannot be searched in a folder; empty if they can, or if it does not
-    exist."""
+def fault_of_folder(folder: Path) -> str:
+    """Describe why a folder cannot be read; empty if it can, or if it does not exist."""
     try:
-        names = sorted(os.listdir(folder))
+        os.listdir(folder)
     except FileNotFoundError:
         links = (each for each in (folder, *folder.parents) if each.is_symlink())
         broken = next((each for each in links if not os.path.exists(each)), None)
         return "" if broken is None else f"{broken} is a symbolic link to a missing path"
     except (OSError, ValueError) as error:
         return reason_of(error)
+    return ""
+
+
+def _find_fault(folder: Path) -> str:
+    """Describe an entry that has the name of a checkpoint but is not a folder; empty if there is
+    none."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return ""
     places = (folder / name for name in names if NAME.fullmatch(name))
     # an entry that another process has removed in the meantime does not exist any more
     wrong = (each for each in places if os.path.lexists(each) and not os.path.isdir(each))

@@ -35,8 +35,36 @@ _NAMES = {
     torch.uint8: _BYTES,
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""The dtype of each name that `write_tensors` gives a dtype in a file."""
 UNSAFE = "do not use it unless you know who wrote it; use another checkpoint, or save again"
 """The remedy for a file that was not written by autopar, or that would run code when it is read."""
+
+
+def keeps_values(saved: torch.dtype | None, here: torch.dtype) -> bool:
+    """Return whether saved numbers may be read into a tensor. Floating-point numbers may be
+    rounded; all other numbers must be in the range of the tensor's dtype.
+
+    Args:
+        saved: the dtype of the saved numbers; None if it is unknown.
+        here: the dtype of the tensor.
+    """
+    if saved is None or saved == here:
+        return saved is not None
+    if (saved.is_floating_point, saved.is_complex) != (here.is_floating_point, here.is_complex):
+        return False
+    if saved.is_floating_point or saved.is_complex:
+        return True
+    (low, high), (least, most) = _range_of(saved), _range_of(here)
+    return least <= low and high <= most
+
+
+def _range_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the largest number of an integer dtype, or of booleans."""
+    if dtype == torch.bool:
+        return 0, 1
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
 
 
 def damage_error(what: str, path: Path) -> RuntimeStateError:

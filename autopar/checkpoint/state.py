@@ -9,7 +9,8 @@ parameters without saved state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import LBFGS, Optimizer
 
+from autopar.checkpoint.contents import SavedValues
 from autopar.checkpoint.loading import load_parts, read_metadata
+from autopar.checkpoint.safetensors_files import keeps_values
 from autopar.errors import RuntimeStateError
 from autopar.runtime.dtensor_checkpoints import checkpointable
 from autopar.runtime.parameter_module import Holder
-from autopar.runtime.rank_comm import of_all
+from autopar.runtime.rank_comm import of_all, rank
 
+log = logging.getLogger("autopar")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -106,7 +110,7 @@ class ModuleState:
         ]
         bare = self.label.removeprefix("the ")
         return [
-            *_find_missing(wanted, saved, self),
+            *_find_misfits(wanted, saved, self),
             *(f"{key.removeprefix(self.prefix)} of its {bare} is missing here" for key in beyond),
         ]
 
@@ -193,13 +197,35 @@ class OptimizerState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """Return a line for each value that is missing in the checkpoint or has another shape.
+        """Return a line for each value that is missing in the checkpoint or has another shape or
+        dtype, and for each group whose parameters have different settings in the checkpoint.
 
         Args:
             wanted: the result of `prepare_read`.
             saved: the metadata of the checkpoint.
         """
-        return _find_missing(wanted, saved, self)
+        return [*_find_misfits(wanted, saved, self), *self._find_divided_groups(saved)]
+
+    def _find_divided_groups(self, saved: Metadata) -> Iterator[str]:
+        """Yield a line for each setting of a group that differs between the group's parameters in
+        the checkpoint. A group has only one value of a setting, so loading would change the other
+        parameters' setting."""
+        if not isinstance(saved.planner_data, SavedValues):  # of an earlier format
+            return
+        values = saved.planner_data
+        names = {parameter: name for name, parameter in self.root.named_parameters()}
+        for group in self.optimizer.param_groups:
+            of_group = [names[parameter] for parameter in group["params"] if parameter in names]
+            for setting in group.keys() - {"params"}:
+                keys = {name: self._key_of_setting(name, setting) for name in of_group}
+                known = [(name, values[key]) for name, key in keys.items() if key in values]
+                different = next((each for each in known if each[1] != known[0][1]), None)
+                if different is not None and not _is_of_this_run(keys[known[0][0]]):
+                    (first, one), (other, two) = known[0], different
+                    yield (
+                        f"{first} has {setting}={one!r:.40} and {other} has {two!r:.40} in the"
+                        " checkpoint, but both are in one group here"
+                    )
 
     def undo(self) -> None:
         """Restore the state from before `prepare_read`."""
@@ -225,6 +251,9 @@ class OptimizerState:
     def _of_state(self) -> str:
         return f"{self.prefix}state."
 
+    def _key_of_setting(self, name: str, setting: str) -> str:
+        return f"{self.prefix}param_groups.{name}.{setting}"
+
     def _parameter_of(self, key: str) -> str:
         return key.removeprefix(self._of_state).rpartition(".")[0]
 
@@ -239,7 +268,7 @@ class OptimizerState:
         dict."""
         names = {parameter: name for name, parameter in self.root.named_parameters()}
         return {
-            f"{self.prefix}param_groups.{names[parameter]}.{setting}": value
+            self._key_of_setting(names[parameter], setting): value
             for group in self.optimizer.param_groups
             for parameter in group["params"]
             for setting, value in group.items()
@@ -289,6 +318,7 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
         wanted = [part.prepare_read(saved) for part in parts]
         _check_same(parts, wanted, saved, place)
         state = {key: value for each in wanted for key, value in each.items()}
+        _log_conversions(state, saved)
         load_parts(state, place)
     except RuntimeStateError:
         for part in parts:
@@ -300,6 +330,41 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
         isinstance(part, OptimizerState) and part.prefix == _OPTIMIZER for part in parts
     )
     return () if reads_optimizer or not _has_optimizer(saved) else ("optimizer",)
+
+
+def check_tied(names: Iterable[Sequence[str]], tied: Mapping[str, str] | None, place: Path) -> None:
+    """Check that all names of a tensor are names of one tensor in a checkpoint. Every rank must
+    call this.
+
+    Args:
+        names: the names of each tensor of the model.
+        tied: the first name of each tied tensor of the checkpoint, by its other names; None if the
+            checkpoint, which an earlier version wrote, does not tell.
+        place: the checkpoint's folder, for the message.
+
+    Raises:
+        RuntimeStateError: on all ranks, if the checkpoint has several tensors for one tensor of the
+            model, of which only one could be loaded.
+    """
+    if tied is None:
+        return
+    wrong = [
+        (first, other)
+        for first, *others in names
+        for other in others
+        if tied.get(first, first) != tied.get(other, other)
+    ]
+    if found := next(filter(None, of_all(wrong)), None):
+        first, other = found[0]
+        what = (
+            f"{first!r} and {other!r} are one tensor of the model, but two tensors in the"
+            " checkpoint"
+        )
+        remedy = (
+            "load it into a model that does not tie them; to tie them, start from exported weights:"
+            " checkpoints.export(folder), then autopar.load_weights(pm, folder)"
+        )
+        raise RuntimeStateError(what, where=str(place), remedy=remedy)
 
 
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
@@ -362,24 +427,50 @@ def _has_optimizer(saved: Metadata) -> bool:
     return any(key.startswith(_OPTIMIZER) for key in saved.state_dict_metadata)
 
 
-def _find_missing(
+def _find_misfits(
     wanted: Mapping[str, Any], saved: Metadata, part: ModuleState | OptimizerState
 ) -> list[str]:
-    """Return a line for each key that the checkpoint lacks or has in another shape."""
+    """Return a line for each key that the checkpoint lacks or has in another shape, or in a dtype
+    whose values the tensor cannot hold."""
     wrong = []
     for key, value in wanted.items():
         name, there = key.removeprefix(part.prefix), saved.state_dict_metadata.get(key)
         if there is None:
             wrong.append(f"{name} of {part.label} is missing")
-        elif (
-            isinstance(there, TensorStorageMetadata)
-            and isinstance(value, Tensor)
-            and there.size != value.shape
-        ):
+        elif not isinstance(there, TensorStorageMetadata) or not isinstance(value, Tensor):
+            continue
+        elif there.size != value.shape:
             wrong.append(
                 f"{name} is {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here"
             )
+        elif not keeps_values(there.properties.dtype, value.dtype):
+            wrong.append(
+                f"{name} is {there.properties.dtype} in the checkpoint, {value.dtype} here"
+            )
     return wrong
+
+
+def _log_conversions(state: Mapping[str, Any], saved: Metadata) -> None:
+    """Log the tensors that are converted to another dtype. Every rank must call this."""
+    known = saved.state_dict_metadata
+    here = {
+        key: (str(there.properties.dtype), str(value.dtype))
+        for key, value in state.items()
+        if isinstance(there := known.get(key), TensorStorageMetadata)
+        and isinstance(value, Tensor)
+        and there.properties.dtype != value.dtype
+    }
+    converted = {key: dtypes for of_rank in of_all(here) for key, dtypes in of_rank.items()}
+    if converted and rank() == 0:
+        key, (before, after) = next(iter(converted.items()))
+        log.warning(
+            "%d tensors of the checkpoint are converted to another dtype: %s from %s to %s%s",
+            len(converted),
+            key,
+            before,
+            after,
+            ", …" if len(converted) > 1 else "",
+        )
 
 
 def _check_same(
@@ -399,13 +490,13 @@ def _check_same(
     wrong = [
         line for part, keys in zip(parts, wanted, strict=True) for line in part.faults(keys, saved)
     ]
-    found = [(rank, lines) for rank, lines in enumerate(of_all(wrong)) if lines]
+    found = [(number, lines) for number, lines in enumerate(of_all(wrong)) if lines]
     if found:
-        rank, lines = found[0]
+        number, lines = found[0]
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         what = (
             f"the checkpoint does not match the model or optimizer: {'; '.join(lines[:3])}{more}"
-        ) + (f" (rank {rank})" if rank else "")
+        ) + (f" (rank {number})" if number else "")
         raise RuntimeStateError(
             what,
             where=str(place),

@@ -7,20 +7,15 @@ safetensors files from these shards.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -30,256 +25,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopar.checkpoint.files import SEEN_WITHIN_S, seen_by_all
 from autopar.checkpoint.loading import load_parts, read_metadata
 from autopar.checkpoint.rank_parts import save_parts
+from autopar.checkpoint.run_folder import as_integer, fault_of_folder
+from autopar.checkpoint.safetensors_files import DTYPES, keeps_values
+from autopar.checkpoint.weight_files import (
+    Piece,
+    WeightFiles,
+    put_in_place,
+    split_into_files,
+    write_file,
+)
 from autopar.core.terminal import progress_of_long
+from autopar.core.text_files import reason_of
 from autopar.errors import RuntimeStateError
 from autopar.runtime.dtensor_checkpoints import CheckpointTensor
 from autopar.runtime.parameter_module import Holder, holder_of
 from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
-
-# --------------------------------------------------------------------------------------------------
-# Files of weights in the layout of Hugging Face: one safetensors file, or several with an index.
-
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_NAME = "model"
-_OURS = re.compile(rf"{_NAME}(-\d{{5}}-of-\d{{5}})?\{SUFFIX}")
-_UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-Box = tuple[slice, ...]
-"""A part of a tensor, as a slice for each dim."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor in a file, and the target tensor. Reading casts to the target's dtype."""
-
-    name: str
-    box: Box
-    target: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """The weights at a path.
-
-    Attributes:
-        path: the file, index or folder.
-        files: the file of each tensor, by name.
-        shapes: the shape of each tensor, by name.
-        dtypes: the safetensors name of each tensor's dtype (``"BF16"``), by name.
-    """
-
-    path: Path
-    files: Mapping[str, Path]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-
-    @staticmethod
-    def of(path: Path) -> WeightFiles:
-        """Read the headers of the files at a path.
-
-        Args:
-            path: a ``.safetensors`` file, an index, or a folder that contains one of these.
-
-        Raises:
-            RuntimeStateError: if there are no weights, an index does not match its files, or a file
-                cannot be read.
-        """
-        files, indexed = _files_of(path)
-        known: dict[str, Path] = {}
-        shapes, dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
-        for file in files:
-            with _OpenFile(file) as content:
-                for name in tuple(content.keys()):
-                    if indexed is None or indexed.get(name) == file.name:
-                        part = content.get_slice(name)
-                        known[name], shapes[name], dtypes[name] = (
-                            file,
-                            tuple(part.get_shape()),
-                            part.get_dtype(),
-                        )
-        missing = [name for name in indexed or () if name not in known]
-        if missing:
-            raise _weights_damage_error(
-                f"the index lists {missing[0]!r} in a file that does not contain it", path
-            )
-        return WeightFiles(path, known, shapes, dtypes)
-
-    def read(self, pieces: Iterable[Piece]) -> None:
-        """Read boxes into their targets. Each file is opened once.
-
-        Raises:
-            RuntimeStateError: if a file cannot be read.
-        """
-        by_file: dict[Path, list[Piece]] = {}
-        for piece in pieces:
-            by_file.setdefault(self.files[piece.name], []).append(piece)
-        for file, here in by_file.items():
-            with _OpenFile(file) as content, torch.no_grad():
-                for piece in here:
-                    part = (
-                        content.get_slice(piece.name)[piece.box]
-                        if piece.box
-                        else content.get_tensor(piece.name)
-                    )
-                    piece.target.copy_(part)
-
-
-def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
-    """Return the files to read, and the index from tensor names to file names; None without an
-    index."""
-    if path.is_dir():
-        indices, single = sorted(path.glob(f"*{INDEX_SUFFIX}")), sorted(path.glob(f"*{SUFFIX}"))
-        preferred = [
-            each
-            for each in (path / f"{_NAME}{SUFFIX}", path / f"{_NAME}{INDEX_SUFFIX}")
-            if each.is_file()
-        ]
-        choices = preferred[:1] or indices or single
-        if len(choices) != 1:
-            raise _weights_choice_error(path, choices)
-        path = choices[0]
-    if not path.is_file():
-        raise RuntimeStateError(
-            "no weights found",
-            where=str(path),
-            remedy="pass a .safetensors file, or a folder with such files",
-        )
-    if not path.name.endswith(INDEX_SUFFIX):
-        return [path], None
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = [path.parent / name for name in sorted(set(index.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _weights_damage_error(
-            f"the index cannot be read ({type(error).__name__}: {error})", path
-        ) from error
-    return files, index
-
-
-def _weights_damage_error(what: str, path: Path) -> RuntimeStateError:
-    """Return the error for a damaged file of weights."""
-    return RuntimeStateError(
-        what, where=str(path), remedy="download or copy it and the other weight files again"
-    )
-
-
-def _weights_choice_error(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
-    if choices:
-        what, remedy = (
-            f"several sets of weights found: {', '.join(each.name for each in choices[:4])}",
-            "pass the path of one of them",
-        )
-        return RuntimeStateError(what, where=str(folder), remedy=remedy)
-    others = [each.name for pattern in _UNREAD for each in sorted(folder.glob(pattern))]
-    if others:
-        what = (
-            f"the weights are only in pickle files ({others[0]}), which are not read because"
-            " reading a pickle can run code"
-        )
-        remedy = (
-            "load them into the plain model, and save it with model.save_pretrained(...) or"
-            " safetensors.torch.save_model(...)"
-        )
-        return RuntimeStateError(what, where=str(folder), remedy=remedy)
-    return RuntimeStateError(
-        "no .safetensors files found",
-        where=str(folder),
-        remedy="pass a folder with weights",
-    )
-
-
-class _OpenFile:
-    """A context manager that opens a safetensors file. For an unreadable file, it raises
-    RuntimeStateError with the name of the file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> Any:
-        try:
-            self._content = safe_open(self._file, framework="pt")
-            return self._content.__enter__()
-        except (OSError, SafetensorError) as error:
-            raise _weights_damage_error(
-                f"it cannot be read ({type(error).__name__}: {error})", self._file
-            ) from error
-
-    def __exit__(self, *raised: Any) -> None:
-        self._content.__exit__(*raised)
-
-
-def split_into_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[str, Sequence[str]]:
-    """Assign tensors to files in order. A file with several tensors has at most `max_file_bytes`.
-
-    Args:
-        sizes: the size of each tensor in bytes, by name.
-        max_file_bytes: the largest size of a file with several tensors, in bytes.
-
-    Returns:
-        The names of the tensors in each file, by file name.
-    """
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if groups[-1] and filled + size > max_file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {f"{_NAME}{SUFFIX}": groups[0]}
-    return {
-        f"{_NAME}-{number:05d}-of-{len(groups):05d}{SUFFIX}": group
-        for number, group in enumerate(groups, start=1)
-    }
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file of full tensors on the CPU."""
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        path,
-        metadata={"format": "pt"},
-    )
-
-
-def put_in_place(
-    written: Path, folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int
-) -> None:
-    """Move files of weights into a folder, write their index, and remove earlier weights.
-
-    Args:
-        written: the folder with the new files.
-        folder: the folder to move them into.
-        files: the names of the tensors in each file, by file name.
-        total_bytes: the size of all tensors, in bytes.
-    """
-    earlier = [
-        each
-        for each in folder.glob(f"*{SUFFIX}")
-        if _OURS.fullmatch(each.name) and each.name not in files
-    ]
-    index = folder / f"{_NAME}{INDEX_SUFFIX}"
-    if earlier or any((folder / name).exists() for name in files):
-        # without an index, a mixture of old and new files cannot be loaded by mistake
-        index.unlink(missing_ok=True)
-    for name in files:
-        (written / name).replace(folder / name)
-    if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        temporary = written / index.name
-        temporary.write_text(
-            json.dumps(
-                {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2
-            )
-            + "\n"
-        )
-        temporary.replace(index)
-    else:
-        index.unlink(missing_ok=True)
-    for each in earlier:
-        each.unlink()
-
 
 log = logging.getLogger("autopar")
 MAX_FILE_BYTES = 5_000_000_000
@@ -290,7 +50,7 @@ _FIT = (
 )
 _HALF = "download or copy the file again, and load it: some weights are already overwritten"
 _KEPT = "Existing weights are unchanged"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -413,17 +173,19 @@ def save_weights(
         module: the result of `autopar.compile`.
         folder: a folder that all ranks see. It is created if it does not exist. Weights with the
             same file names are replaced.
-        dtype: the dtype in which floating-point tensors are written, such as ``torch.bfloat16``. By
-            default, their dtypes are unchanged.
-        max_file_bytes: the largest size of a file, in bytes. Larger weights are split into several
-            files with an index.
+        dtype: the dtype in which floating-point tensors are written: ``torch.float64``,
+            ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. By default, their dtypes are
+            unchanged.
+        max_file_bytes: the largest size of a file, in bytes, an integer of at least 1. Larger
+            weights are split into several files with an index.
 
     Raises:
-        RuntimeStateError: on all ranks, if the module has no values yet, or the folder is not
-            shared or not writable.
+        RuntimeStateError: on all ranks, if the module has no values yet, the folder is not shared
+            or not writable, or `dtype` or `max_file_bytes` is not such a value.
     """
     holder, into = holder_of(module), Path(folder)
     holder.check_values()
+    by_all(lambda: _check_format(dtype, max_file_bytes), str(into))
     with _writing_into(into) as written:
         # of tied parameters, only the first name is written
         here = {names[0] for names in holder.same_names().values()}
@@ -453,8 +215,21 @@ def export(
     Raises:
         RuntimeStateError: under the conditions of `save_weights`.
     """
+    by_all(lambda: _check_format(dtype, max_file_bytes), str(folder))
     with _writing_into(folder):
         put_together(place, keys, folder, dtype, max_file_bytes)
+
+
+def _check_format(dtype: torch.dtype | None, max_file_bytes: int) -> None:
+    """Raise RuntimeStateError if weights cannot be written in this form. Other dtypes, such as
+    integers and float8 without scales, would lose the values."""
+    if dtype is not None and dtype not in _FORMATS:
+        what = f"dtype={dtype!r:.80}: weights are not written in this dtype"
+        raise RuntimeStateError(what, remedy=f"pass {', '.join(map(str, _FORMATS))}, or None")
+    num_bytes = as_integer(max_file_bytes)
+    if num_bytes is None or num_bytes < 1:
+        what = f"max_file_bytes={max_file_bytes!r:.80} is not a size of a file"
+        raise RuntimeStateError(what, remedy="pass a positive number of bytes as an integer")
 
 
 @contextmanager
@@ -462,12 +237,23 @@ def _writing_into(folder: Path) -> Iterator[Path]:
     """Create an empty temporary subfolder that all ranks see, and remove it at the end."""
     written = folder / _PART
 
-    def begin() -> None:
-        """Create the subfolder on the first rank."""
-        shutil.rmtree(written, ignore_errors=True)
-        written.mkdir(parents=True)
+    def begin() -> str:
+        """Create the subfolder on the first rank. Return the reason if this is not possible."""
+        if fault := fault_of_folder(folder):
+            return fault
+        try:
+            shutil.rmtree(written, ignore_errors=True)
+            written.mkdir(parents=True)
+        except OSError as error:
+            return reason_of(error)
+        return ""
 
-    by_first(begin, str(folder), "choose a writable folder")
+    if fault := by_first(begin, str(folder)):
+        raise RuntimeStateError(
+            f"weights cannot be written into this folder: {fault}",
+            where=str(folder),
+            remedy="choose a writable folder",
+        )
     seen_by_all(written, SEEN_WITHIN_S)
     try:
         yield written
@@ -551,7 +337,7 @@ def _match_names(
             wrong.append(
                 f"{there} is {files.shapes[there]} in the files, {tuple(tensor.shape)} here"
             )
-        elif tensor.is_floating_point() != (files.dtypes[there] in _FLOATS):
+        elif not keeps_values(DTYPES.get(files.dtypes[there]), tensor.dtype):
             wrong.append(f"{there} is {files.dtypes[there]} in the files, {tensor.dtype} here")
         else:
             pieces += _pieces(there, tensor)

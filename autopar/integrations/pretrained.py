@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.checkpoint.weights import WeightFiles, load_weights
+from autopar.checkpoint.weight_files import WeightFiles
+from autopar.checkpoint.weights import load_weights
 from autopar.errors import RuntimeStateError
 from autopar.integrations.libraries import library
 from autopar.runtime.full_state import whole_values

@@ -210,6 +210,10 @@ class Agreement:
         self._failed_at = time.monotonic()
         raise self._differences.of_ended(ended, self._call)
 
+    def gone(self) -> frozenset[int]:
+        """Return the ranks whose processes ran on this machine and no longer exist."""
+        return frozenset(self._ends.gone())
+
     def leave(self) -> None:
         """Stop the waiting thread. This is called after the process group was destroyed."""
         self._waiter.close()
@@ -354,6 +358,13 @@ class announced:
 def num_failures() -> int:
     """Return the number of operations in which ranks did not agree."""
     return sum(agreement.num_failures for _, agreement in _newest if agreement is not None)
+
+
+def gone_ranks() -> frozenset[int]:
+    """Return the ranks whose processes ran on this machine and no longer exist. This communicates
+    with no rank, and any thread may call it."""
+    agreement = _newest[-1][1] if _newest else None
+    return frozenset() if agreement is None else agreement.gone()
 
 
 _newest: list[tuple[dist.ProcessGroup | None, Agreement | None]] = []

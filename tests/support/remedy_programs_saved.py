@@ -377,11 +377,16 @@ BESIDE: dict[str, Program] = {
         _of_stage(False), "copies of weights as AveragedModel(pm)", _of_stage(True)
     ),
     "checkpoint/companions.py _check_own 0": Program(
+        run_of(lambda run: run.save(optimizer="adamw")),
+        "pass other objects by name",
+        run_of(lambda run: run.save(extra={"optimizer": "adamw"})),
+    ),
+    "checkpoint/companions.py _check_own 1": Program(
         _with_head(lambda run, head, optimizer: run.save(optimizer=optimizer)),
         "save(step, pm, head=head, optimizer_of_both=optimizer)",
         _with_head(lambda run, head, optimizer: run.save(head=head, optimizer_of_both=optimizer)),
     ),
-    "checkpoint/companions.py _check_own 1": Program(
+    "checkpoint/companions.py _check_own 2": Program(
         run_of(lambda run: run.save(optimizer=_lbfgs(run))),
         "save(step, pm, lbfgs=optimizer)",
         run_of(lambda run: (run.save(lbfgs=_lbfgs(run)), run.load(lbfgs=_lbfgs(run)))),

@@ -64,6 +64,17 @@ def _load_from(write: Callable[[Path], object], name: str = "", **how: Any) -> C
     return of_module(work)
 
 
+def _save(name: str = "folder", **how: Any) -> Callable[[], object]:
+    """Save weights into a folder, or into a file."""
+
+    def work(module: Any) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "file").touch()
+            return autopar.save_weights(module, Path(folder, name), **how)
+
+    return of_module(work)
+
+
 def _write_weights(*names: str, prefix: str = "", keep: int = 9) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         weights = {prefix + name: x for name, x in list(Net().state_dict().items())[:keep]}
@@ -122,33 +133,42 @@ WEIGHTS: dict[str, Program] = {
         "pm.load_state_dict(...) takes full tensors",
         _call_meta_model(lambda module: module.load_state_dict(Net().state_dict())),
     ),
-    "checkpoint/weights.py _files_of 0": Program(
+    "checkpoint/weight_files.py _files_of 0": Program(
         _load_from(_write_weights(), "nowhere"),
         "or a folder with such files",
         _load_from(_write_weights()),
     ),
-    "checkpoint/weights.py _weights_damage_error 0": Program(
+    "checkpoint/weight_files.py _weights_damage_error 0": Program(
         _load_from(_text("model.safetensors", "x")),
         "download or copy it and the other",
         _load_from(_write_weights()),
     ),
-    "checkpoint/weights.py _weights_damage_error 0 | index": Program(
+    "checkpoint/weight_files.py _weights_damage_error 0 | index": Program(
         _load_from(_text(_INDEX, _index(x="one.safetensors"), "one.safetensors")),
         "download or copy it and the other",
         _load_from(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
     ),
-    "checkpoint/weights.py _weights_choice_error 0": Program(
+    "checkpoint/weight_files.py _weights_choice_error 0": Program(
         _load_from(_write_weights("a.safetensors", "b.safetensors")),
         "pass the path of one of them",
         _load_from(_write_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
-    "checkpoint/weights.py _weights_choice_error 1": Program(
+    "checkpoint/weight_files.py _weights_choice_error 1": Program(
         _load_from(_text("pytorch_model.bin", "x")),
         "or safetensors.torch.save_model(...)",
         _load_from(_write_weights()),
     ),
-    "checkpoint/weights.py _weights_choice_error 2": Program(
+    "checkpoint/weight_files.py _weights_choice_error 2": Program(
         _load_from(lambda folder: None), "pass a folder with weights", _load_from(_write_weights())
+    ),
+    "checkpoint/weights.py _check_format 0": Program(
+        _save(dtype=torch.int8), "pass torch.float64, torch.float32", _save(dtype=torch.float32)
+    ),
+    "checkpoint/weights.py _check_format 1": Program(
+        _save(max_file_bytes=0), "pass a positive number of bytes", _save(max_file_bytes=1)
+    ),
+    "checkpoint/weights.py _writing_into 0": Program(
+        _save("file"), "choose a writable folder", _save("folder")
     ),
     "checkpoint/weights.py _check_known 0": Program(
         _load_from(_write_weights(), names=["head"]),

@@ -320,7 +320,11 @@ def test_first_rank_waits_for_the_markers_of_all_ranks(
 
     for rank in (1, 2):
         (place / f"rank_{rank:05d}.done").write_text(f'{{"rank_{rank:05d}.safetensors": {rank}}}')
-    assert finish() == ""
+    monkeypatch.setattr(files, "gone_ranks", lambda: frozenset({1, 2}))
+    assert finish() == "", "processes may end after they have written their markers"
+    (place / "rank_00001.done").write_text("{}")
+    assert "ranks [2] ended without their shards" in finish(), "the first rank does not wait"
+    monkeypatch.undo()
     monkeypatch.setattr(files, "WITHIN_S", 0.1)
     (place / "rank_00001.done").write_text("{}")
     assert "ranks [2] did not write their shards in time" in finish()
@@ -330,3 +334,19 @@ def test_first_rank_waits_for_the_markers_of_all_ranks(
         path.unlink()
     place.rmdir()
     assert "step 1 was not saved in the background: FileNotFoundError" in finish()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_exception_of_a_background_save_is_lost(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> int:
+        raise kind("stopped")
+
+    run = Training(tmp_path)
+    monkeypatch.setattr(rank_parts, "write_tensors", stop)
+    run.checkpoints.async_save(1, run.module)
+    with pytest.raises(
+        RuntimeStateError, match=f"step 1 was not saved in the background: {kind.__name__}: stopped"
+    ):
+        run.checkpoints.wait()

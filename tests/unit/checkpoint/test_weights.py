@@ -3,6 +3,8 @@ before its weights are loaded."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +224,31 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
     return write
 
 
+def _pipe(name: str, *more: tuple[str, str]) -> Callable[[Path], Path]:
+    def write(place: Path) -> Path:
+        os.mkfifo(place / name)
+        for file, text in more:
+            (place / file).write_text(text)
+        return place
+
+    return write
+
+
+def _index_of_other_folder(*parts: str) -> Callable[[Path], Path]:
+    """Write an index that names a file outside its folder, which contains all weights."""
+
+    def write(place: Path) -> Path:
+        state = seeded_net(1).state_dict()
+        names = [name for name in state if name != "second.weight"]
+        save_file({name: state[name] for name in names}, place / "one.safetensors")
+        (place / "new").mkdir()
+        named = os.path.join(*(part or str(place) for part in parts), "one.safetensors")
+        index = {"weight_map": {name: named for name in names}}
+        return _text("model.safetensors.index.json", json.dumps(index))(place / "new")
+
+    return write
+
+
 def _two(place: Path) -> Path:
     for name in "ab":
         save_file({"x": torch.ones(1)}, place / f"{name}.safetensors")
@@ -258,6 +285,20 @@ def _index_of_nothing(place: Path) -> Path:
         (
             _text("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'),
             r"gone.safetensors",
+        ),
+        (_text("model.safetensors.index.json", '{"weight_map": {"x": 1}}'), r"has no weight_map"),
+        (_text("model.safetensors.index.json", "[" * 100_000), r"the index cannot be read"),
+        (_index_of_other_folder(".."), r"names '../one.safetensors', which is not the name of a f"),
+        (_index_of_other_folder(""), r"names '/.*one.safetensors', which is not the name of a fil"),
+        (_pipe("model.safetensors"), r"no weights found: it is not a regular file"),
+        (_pipe("model.safetensors.index.json"), r"no weights found: it is not a regular file"),
+        (
+            _pipe("x", ("model.safetensors.index.json", '{"weight_map": {"x": "x"}}')),
+            r"x cannot be read: it is not a regular file",
+        ),
+        (
+            _of(lambda here: here.update({"seen": torch.ones(2, dtype=torch.uint64)})),
+            r"seen is U64 in the files, torch.int64 here",
         ),
         (_index_of_nothing, r"the index lists 'x' in a file that does not contain it"),
         (_two, r"several sets of weights found: a.safetensors, b.safetensors"),
@@ -389,3 +430,42 @@ def test_interrupted_replacement_of_weights_is_not_loaded(
     monkeypatch.undo()
     with pytest.raises(RuntimeStateError, match="several sets of weights found: model-00001-of"):
         autopar.load_weights(compile_model(seeded_net(0)), folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.int8}, "dtype=torch.int8: weights are not written in this dtype"),
+        ({"dtype": torch.float8_e4m3fn}, "weights are not written in this dtype"),
+        ({"dtype": torch.complex64}, "weights are not written in this dtype"),
+        ({"dtype": "bf16"}, "dtype='bf16': weights are not written in this dtype"),
+        ({"max_file_bytes": 0}, "max_file_bytes=0 is not a size of a file"),
+        ({"max_file_bytes": "5GB"}, "max_file_bytes='5GB' is not a size of a file"),
+    ],
+)
+def test_weights_are_not_written_in_a_form_that_loses_values(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    module = compile_model(seeded_net(0))
+    with pytest.raises(RuntimeStateError, match=words):
+        autopar.save_weights(module, tmp_path / "new", **change)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda place: place.write_text(""), "Not a directory"),
+        (lambda place: place.symlink_to("gone"), "place is a symbolic link to a missing path"),
+        (os.mkfifo, "Not a directory"),
+    ],
+)
+def test_a_path_that_cannot_be_a_folder_of_weights_is_refused_with_its_reason(
+    make: Callable[[Path], Any], reason: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "place")
+    module = compile_model(seeded_net(0))
+    with pytest.raises(
+        RuntimeStateError, match=rf"weights cannot be written into this folder: .*{reason}\n"
+    ):
+        autopar.save_weights(module, tmp_path / "place")
