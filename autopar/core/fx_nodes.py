@@ -46,5 +46,5 @@ def copy_node(graph: fx.Graph, node: fx.Node, operand: Callable[[fx.Node], fx.No
     copy.args = fx.map_arg(node.args, operand)
     if node.kwargs:
         copy.kwargs = fx.map_arg(node.kwargs, operand)
-    copy.meta = node.meta.copy()
+    copy.meta.update(node.meta)
     return copy
