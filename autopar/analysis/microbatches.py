@@ -29,6 +29,7 @@ from autopar.analysis.microbatch_calls import WHOLE, Label
 from autopar.analysis.microbatch_sites import Edge
 from autopar.capture.graphs import copy_graph, dtype_of, emit, shape_of, sweep
 from autopar.capture.trace import OF_BATCH, Input, Trace
+from autopar.core.fx_nodes import copy_node
 from autopar.errors import ConstraintError
 from autopar.rules import operands_of
 
@@ -271,7 +272,7 @@ def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, s
     env = {part.node(name): graph.placeholder(name) for name in (*buffers, *inputs)}
     for node in part.graph.nodes:
         if node.name in needed and node not in env:
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = copy_node(graph, node, env.__getitem__)
     graph.output(tuple(env[part.node(g.node)] for g in given))
     return Counting(graph, tuple(buffers.values()), tuple(inputs.values()), given)
 

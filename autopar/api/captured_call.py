@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autopar.analysis.microbatches import Microbatching
-from autopar.api.tracing import batch_size, by_rows, trace_part
+from autopar.api.tracing import batch_size, by_rows, refuse_unproven, trace_part
 from autopar.capture import Trace
 from autopar.constraints import Pipelined
 from autopar.core.hardware import Hardware
@@ -123,10 +123,16 @@ class CapturedCall:
             num_stages = here.chunks * self.num_ranks(here)
             check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
             check_order(self.trace, self.mesh, num, here)
-        request = self.pipeline_request(here, num)
-        return self.note_loss_rows(
-            make_staged_plan(request, progress=self.progress, limit_s=limit_s)
-        )
+        # If there is a plan, the bound excludes most sequential microbatches in less time than it
+        # takes to show that they form the batch. The bound of stages also excludes other numbers of
+        # microbatches, so stages are validated before.
+        later = not here.axis and math.isfinite(limit_s)
+        part, microbatching = self.part(num, independent=here.independent, validated=not later)
+        request = self._request(here, part, microbatching)
+        planned = make_staged_plan(request, progress=self.progress, limit_s=limit_s)
+        if later:
+            refuse_unproven(self.trace, part, microbatching, promised=here.independent)
+        return self.note_loss_rows(planned)
 
     def pipeline_request(self, pipelined: Pipelined, num: int) -> PipelineRequest:
         """Return the request for a pipeline with a number of microbatches.
@@ -135,7 +141,12 @@ class CapturedCall:
             pipelined: the pipeline, with its axis.
             num: number of microbatches.
         """
-        part, microbatching = self.part(num, independent=pipelined.independent)
+        part, microbatching = self.part(num, independent=pipelined.independent, validated=True)
+        return self._request(pipelined, part, microbatching)
+
+    def _request(
+        self, pipelined: Pipelined, part: Trace, microbatching: Microbatching
+    ) -> PipelineRequest:
         return PipelineRequest(
             self.trace,
             by_rows(part, self.rows),
@@ -147,7 +158,7 @@ class CapturedCall:
             type(self.model).__name__,
         )
 
-    def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
+    def part(self, num: int, *, independent: bool, validated: bool) -> tuple[Trace, Microbatching]:
         """Return the trace of one microbatch, and how `num` of them make the batch; see
         `trace_part`."""
         return trace_part(
@@ -160,4 +171,5 @@ class CapturedCall:
             inference=self.options.inference,
             independent=independent,
             known=self.captured,
+            validated=validated,
         )

@@ -39,7 +39,7 @@ from autopar.errors import (
     Where,
 )
 from autopar.plans import Plan
-from autopar.program.program import Microbatches, Program
+from autopar.program.program import Program
 from autopar.request import Outputs, PlanOptions
 from autopar.stages import cut_trace
 from autopar.stages.placing import CutError
@@ -68,7 +68,7 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
 
 
 def refuse_unproven(
-    whole: Trace, part: Trace, microbatching: Microbatches, *, promised: bool
+    whole: Trace, part: Trace, microbatching: Microbatching, *, promised: bool
 ) -> None:
     """Reject microbatches for which validation cannot show that they form the batch, before
     planning.
@@ -79,8 +79,9 @@ def refuse_unproven(
     Raises:
         CoupledError: with the first value of a microbatch that does not follow.
     """
+    how = microbatches_of(part, microbatching)
     try:
-        validate_microbatches(whole, part, microbatching, promised=promised)
+        validate_microbatches(whole, part, how, promised=promised)
     except ValidationError as error:
         remedy = "pass num_microbatches=1, or fewer microbatches with more samples each"
         raise CoupledError(error.what, where=error.where, remedy=remedy) from error
@@ -373,6 +374,7 @@ def trace_part(
     inference: bool = False,
     independent: bool = False,
     known: dict[int, Trace] | None = None,
+    validated: bool = True,
 ) -> tuple[Trace, Microbatching]:
     """Return the trace of one microbatch, and how `num` microbatches form the batch.
 
@@ -385,6 +387,8 @@ def trace_part(
         precision, inference: see `trace_call`.
         independent: whether the user promises that samples are independent.
         known: traces by number of samples; new ones are added.
+        validated: whether to show that the microbatches form the batch; otherwise the caller does
+            (`refuse_unproven`).
 
     Raises:
         ConstraintError: if the batch cannot be split, or an input has a gradient.
@@ -430,7 +434,8 @@ def trace_part(
         part, microbatching = ready(
             part, find_microbatching(whole, part, num, independent=independent)
         )
-    refuse_unproven(whole, part, microbatches_of(part, microbatching), promised=independent)
+    if validated:
+        refuse_unproven(whole, part, microbatching, promised=independent)
     return part, microbatching
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.fx_nodes import add_call, copy_node
+
 aten = torch.ops.aten
 # meta key of a node that computes one term of a gradient whose other terms are on other stages
 TERM = "term"
@@ -66,7 +68,7 @@ def emit(
     Returns:
         The new node.
     """
-    node = like.graph.call_function(target, args, kwargs or {})
+    node = add_call(like.graph, target, args, kwargs)
     node.meta.update({name: like.meta[name] for name in ("phase", "module", "source")})
     sample = next(
         argument.meta["val"] for argument in (like, *node.all_input_nodes) if is_tensor(argument)
@@ -123,7 +125,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of the graph with the same node names."""
     result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        env[node] = result.node_copy(node, env.__getitem__)
+        env[node] = copy_node(result, node, env.__getitem__)
         assert node.op == "output" or env[node].name == node.name, "names are unique in a trace"
     return result
 

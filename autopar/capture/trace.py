@@ -329,6 +329,10 @@ class Trace:
             if not i.given
         )
 
+    def nodes_by_name(self) -> dict[str, fx.Node]:
+        """Return all nodes by their names."""
+        return {node.name: node for node in self.graph.nodes}
+
     def node(self, name: str) -> fx.Node:
         """Return the node named `name`; raise KeyError if there is none."""
         for node in self.graph.nodes:

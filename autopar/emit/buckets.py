@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autopar.core.collective import Collective
+from autopar.core.fx_nodes import add_call, copy_node
 from autopar.core.layout import local_shape
 from autopar.core.layout_graph import may_share
 from autopar.emit.context import CALLS, Moved
@@ -338,7 +339,7 @@ def _write_in_order(
         if number in buckets:
             _write(graph, copies, buckets[number], mesh_shape)
         else:
-            copies[nodes[number]] = graph.node_copy(nodes[number], copies.__getitem__)
+            copies[nodes[number]] = copy_node(graph, nodes[number], copies.__getitem__)
         waits.done(number)
         for following in waits.get_ready():
             heapq.heappush(ready, following)
@@ -357,13 +358,14 @@ def _write(
     wide = getattr(torch, c.dtype)
     about = {name: first[name] for name in ("module", "phase", "source", "slack") if name in first}
     key = f"{each.bucket.members[0].node}/bucket"
-    packed = graph.call_function(
+    packed = add_call(
+        graph,
         into_bucket,
         ([made[x] for x in each.reads], list(packing.dims), packing.parts, packing.count, wide),
     )
     packed.meta.update(about, key=f"{key}/pack", bucket=each.bucket)
     call, args = CALLS[c.kind](c, each.bucket.members[0].target)
-    step = graph.call_function(call, (packed, *args))
+    step = add_call(graph, call, (packed, *args))
     step.meta.update(
         about,
         key=f"{key}/{c.kind}",
@@ -375,12 +377,12 @@ def _write(
         for node, own in zip(each.made, each.steps, strict=True)
     ]
     sizes = [list(size) for size in packing.sizes]
-    unpacked = graph.call_function(
-        from_bucket, (step, sizes, list(packing.dims), packing.parts, dtypes)
+    unpacked = add_call(
+        graph, from_bucket, (step, sizes, list(packing.dims), packing.parts, dtypes)
     )
     unpacked.meta.update(about, key=f"{key}/unpack")
     for number, node in enumerate(each.made):
-        made[node] = graph.call_function(operator.getitem, (unpacked, number))
+        made[node] = add_call(graph, operator.getitem, (unpacked, number))
         made[node].meta.update(
             {name: value for name, value in node.meta.items() if name not in _OF_STEPS}
         )

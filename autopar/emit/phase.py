@@ -22,6 +22,7 @@ from autopar.analysis.gradients import has_own_memory, operand_written, owner_of
 from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter
 from autopar.core.collective import JOINING
+from autopar.core.fx_nodes import add_call
 from autopar.core.layout import Layout, Strategy
 from autopar.emit import kernel_calls
 from autopar.emit.context import (
@@ -171,7 +172,7 @@ class PhaseBuilder:
             key, read = here.meta["key"], here
             if node in narrowed:
                 self.copied.add(node)
-                read = self.graph.call_function(_cast, (here,), {"dtype": narrowed[node]})
+                read = add_call(self.graph, _cast, (here,), {"dtype": narrowed[node]})
                 read.meta.update(here.meta, key=key + CAST, on_host=chosen[key].outputs[0].host)
             self.define((node, 0), chosen[key].outputs[0], read)
 
@@ -208,7 +209,7 @@ class PhaseBuilder:
             gradient = self.get((name, 0), layout, key)
             gradient = sums.wide.get(((name, 0), layout), gradient)
             if total.op == "placeholder":
-                added = self.graph.call_function(add_to, (total, gradient))
+                added = add_call(self.graph, add_to, (total, gradient))
                 added.meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
                 sums.nodes[p.name] = added
 
@@ -326,16 +327,16 @@ class PhaseBuilder:
         if (ref, step.source) in self.gradient_sums.wide and wide != tensor_dtype:
             source = self.gradient_sums.wide[ref, step.source]
         elif wide != tensor_dtype:  # the dtype of the reduction is wider than that of the tensor
-            source = self.graph.call_function(_cast, (source,), {"dtype": wide})
+            source = add_call(self.graph, _cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
-        node = self.graph.call_function(target, (source, *args), self._length(ref, step))
+        node = add_call(self.graph, target, (source, *args), self._length(ref, step))
         moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
         node.meta.update(
             meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
         )
         if wide != tensor_dtype:
             self.gradient_sums.wide[ref, step.target] = node
-            node = self.graph.call_function(_cast, (node,), {"dtype": tensor_dtype})
+            node = add_call(self.graph, _cast, (node,), {"dtype": tensor_dtype})
             node.meta.update(meta, key=f"{key}/narrow")
         self.job.emitted.append((self.phase, key, c))
         self.define(ref, step.target, node)
@@ -388,7 +389,7 @@ class PhaseBuilder:
         inner_steps = self.job.index.own.get((self.phase, key), ())
         if any(c.kernel is not None for c in inner_steps):
             args = with_routes(args, True)
-        here = self.graph.call_function(target, args, kwargs)
+        here = add_call(self.graph, target, args, kwargs)
         here.meta.update(
             key=key,
             module=node.meta["module"],
@@ -419,7 +420,7 @@ class PhaseBuilder:
             self.define((node.name, 0), strategy.outputs[0], here)
             return
         for result, layout in enumerate(strategy.outputs):
-            part = self.graph.call_function(operator.getitem, (here, result))
+            part = add_call(self.graph, operator.getitem, (here, result))
             part.meta.update({name: value for name, value in here.meta.items() if name != "own"})
             self.define((node.name, result), layout, part)
 
@@ -468,8 +469,8 @@ class PhaseBuilder:
                 owner in owners or owner.op == "placeholder" or lies_over_itself
             ):
                 meta = gradient.meta
-                gradient = self.graph.call_function(
-                    _clone, (gradient,), {"memory_format": torch.contiguous_format}
+                gradient = add_call(
+                    self.graph, _clone, (gradient,), {"memory_format": torch.contiguous_format}
                 )
                 gradient.meta.update(
                     {

@@ -19,6 +19,7 @@ from autopar.analysis.gradients import addable_uncast
 from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Parameter, Trace
 from autopar.core.collective import JOINING, Collective
+from autopar.core.fx_nodes import add_call
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import neighbours
 from autopar.core.mesh import Mesh
@@ -357,7 +358,7 @@ class _GraphBuilder:
         for step in reversed(self._chain(each)):
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)
-            node = self.graph.call_function(call, (node, *args), self._length(each.p, step))
+            node = add_call(self.graph, call, (node, *args), self._length(each.p, step))
             moved = Moved(
                 PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target
             )
@@ -371,7 +372,7 @@ class _GraphBuilder:
         meta = {
             name: value for name, value in node.meta.items() if name not in ("collective", "moved")
         }
-        node = self.graph.call_function(_cast, (node,), {"dtype": dtype})
+        node = add_call(self.graph, _cast, (node,), {"dtype": dtype})
         node.meta.update(meta, key=storage_key(name) + what)
         return node
 

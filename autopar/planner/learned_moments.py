@@ -64,9 +64,8 @@ class Learnt:
     @staticmethod
     def from_reserves(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
         """Make moments from reserves that were learned with another grouping of the layers."""
-        phases = {
-            node: liveness.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves
-        }
+        nodes = liveness.trace.nodes_by_name()
+        phases = {node: nodes[node.removesuffix(WIDENED)].meta["phase"] for node in reserves}
         return Learnt(
             liveness,
             {

@@ -169,11 +169,12 @@ def _events(
         yield BEHIND, "backward", "communication", sum(returns)
     for label, both in again.items():  # layers without a backward op
         yield from _bars_of(label, "backward", both)
+    nodes = trace.nodes_by_name()
     for (
         (name, phase, _),
         seconds,
     ) in moves.items():  # read under another label, such as gradients of tied weights
-        yield _label(trace.node(name))[0], phase, "communication", seconds
+        yield _label(nodes[name])[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)
     yield PARAMETERS, "step", "communication", moved_s
     yield OPTIMIZER, "step", "compute", _seconds_resting(priced, choices, "parameter") - moved_s

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.core.fx_nodes import copy_node
 from autopar.kernels import collectives as kernels
 from autopar.program.program import Action, LazyGraphModule, StageProgram
 
@@ -72,7 +73,7 @@ def rebuilt(order: Iterable[Action]) -> fx.Graph:
     starts: dict[fx.Node, fx.Node] = {}
     for action, node in order:
         if action == "run":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
             continue
         target, settings = call_of_action(action, node)
         about = {k: v for k, v in node.meta.items() if k != "holds"}

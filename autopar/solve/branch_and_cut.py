@@ -56,6 +56,9 @@ from autopar.solve.restricted import (
 
 _FEW = (500, 1000, 2000)  # columns of restricted programs that are solved before a tree
 _ROUNDS = 12
+_MORE_ROWS = (
+    4  # times that budget rows are added because the vertex of the relaxation violates them
+)
 # Number of columns from which a good-enough balance ends the search over balances, and all budget
 # rows at once take too long
 _HUGE = 100_000
@@ -208,7 +211,17 @@ class SearchRelaxation:
         return self._solve_with_rows(self._live)
 
     def _solve_with_rows(self, live: Live) -> Point | None:
-        point = self.point = live.solve(np.zeros(len(live.cost)), np.ones(len(live.cost)))
+        """Solve the relaxation, and add the budget rows that its vertex violates."""
+        lower, upper = np.zeros(len(live.cost)), np.ones(len(live.cost))
+        point = live.solve(lower, upper)
+        for _ in range(_MORE_ROWS):
+            violated = () if point is None else self.extra.violated(point.values)
+            if not violated:
+                break
+            self.extra.active = [*self.extra.active, *violated]
+            live.add(self.extra.matrix(violated))
+            point = live.solve(lower, upper)
+        self.point = point
         if point is not None:
             duals = _last_duals(point, self.extra.active)
             balance = self.extra.excess.balance(

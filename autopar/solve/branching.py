@@ -307,6 +307,8 @@ class Tree:
             return []
         scored: list[tuple[float, Key, list[_Node | None] | None]] = []
         for key in some:
+            if scored and self._spent():
+                break
             gains = self._gains.setdefault(key, [])
             if len(gains) >= _OFTEN:
                 scored.append((sum(gains) / len(gains), key, None))

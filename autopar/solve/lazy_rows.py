@@ -111,6 +111,7 @@ class Excess:
 # Budget rows, and the rows that were added.
 
 _NEW = 3  # budget rows that are added at a time
+_VIOLATION = 1e-4  # share of the budget by which a vertex has to exceed it
 
 
 def budget_matrix(engine: Engine, program: Formulation, rows: Sequence[BudgetRow]) -> Rows:
@@ -184,6 +185,21 @@ class Incoming:
         return (
             [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW]
         )
+
+    def violated(self, values: Floats) -> list[int]:
+        """Return the budget rows to add because they cut off a vertex of the relaxation, the most
+        violated first.
+
+        Args:
+            values: the values of the columns; empty if they are not known.
+        """
+        waiting = [r for r in range(len(self.rows)) if r not in self.active] if len(values) else []
+        if not waiting:
+            return []
+        matrix = self.matrix(waiting)
+        excess = matrix.activities(values) - matrix.upper
+        worst = np.argsort(-excess, kind="stable")[:_NEW]
+        return [waiting[i] for i in worst.tolist() if excess[i] > _VIOLATION]
 
     def rows_if_outlasted(self, evaluation: Evaluation) -> list[int]:
         """Return the rows to add after a plan whose communication outlasts compute: those of both

@@ -132,6 +132,11 @@ class Rows:
         np.maximum.at(largest, self.indices, self.values)
         return largest
 
+    def activities(self, values: Floats) -> Floats:
+        """Return the left side of each row, given the values of the columns."""
+        sums = np.concatenate([[0.0], np.cumsum(self.values * values[self.indices])])
+        return sums[self.starts[1:]] - sums[self.starts[:-1]]
+
     def only(self, columns: Columns) -> Rows:
         """Return the rows restricted to some columns, which are renumbered. The other columns are
         0."""

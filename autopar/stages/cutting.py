@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.capture.graphs import TERM
 from autopar.capture.trace import Input, Output, Parameter, Trace
+from autopar.core.fx_nodes import add_call, copy_node
 from autopar.errors import ConstraintError
 from autopar.rules import where_of
 from autopar.stages.placing import CutError, CutPoint, Placing, levels, place
@@ -419,7 +420,7 @@ class _StageNodes:
         self.env[node.name] = here
 
     def _copy(self, node: fx.Node) -> None:
-        here = self.graph.node_copy(node, lambda operand: self.env[operand.name])
+        here = copy_node(self.graph, node, lambda operand: self.env[operand.name])
         assert here.name == node.name, "names are unique in the whole trace"
         self.env[node.name] = here
 
@@ -494,7 +495,7 @@ class _StageNodes:
         total = terms[0]
         for ordinal, term in enumerate(terms[1:]):
             example = total
-            total = self.graph.call_function(_add, (total, term))
+            total = add_call(self.graph, _add, (total, term))
             total.meta = {
                 **example.meta,
                 "key": f"{example.meta['module']}/add/backward/{ordinal} of {terms[0].name}",

@@ -26,6 +26,7 @@ from autopar.capture.folding.repeated_units import (
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.shorten import Kept
 from autopar.capture.trace import ModuleAttribute
+from autopar.core.fx_nodes import add_call
 
 
 def renumber_path(path: str, kept: Kept) -> str:
@@ -192,10 +193,8 @@ class _Repetition:
                 return slice(fill_in(value.start), fill_in(value.stop), fill_in(value.step))
             return value
 
-        # Arguments are set afterwards: create_node would search them for symbolic numbers, which
-        # takes half of its time.
-        node = self.graph.create_node("call_function", step.target, name=step.name)
-        node.args, node.kwargs = fill_in(step.args), fill_in(step.kwargs)
+        args, kwargs = fill_in(step.args), fill_in(step.kwargs)
+        node = add_call(self.graph, step.target, args, kwargs, step.name)
         module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
         node.meta = {**step.meta, "module": module}
         return node

@@ -583,3 +583,45 @@ def test_an_impossible_schedule_is_refused_before_a_microbatch_is_captured(
             example_inputs=(torch.ones(8, 8),),
             constraints=[asked],
         )
+
+
+@pytest.mark.parametrize("axis", ["", "a"])
+@pytest.mark.parametrize("limit_s", [1.0, math.inf])
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_sequential_microbatches_are_validated_only_if_their_bound_is_below_a_known_plan(
+    axis: str, limit_s: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def part(*_: Any, validated: bool, **__: Any) -> Any:
+        events.extend(["validated"] * validated)
+        return TRACE, None
+
+    def planned(*_: Any, **__: Any) -> Any:
+        events.append("planned")
+        if is_slow:
+            raise TooSlow(2.0)
+        return made(0.5, num=4)
+
+    def validated(*_: Any, **__: Any) -> None:
+        events.append("validated")
+
+    monkeypatch.setattr(captured_call, "trace_part", part)
+    monkeypatch.setattr(captured_call, "make_staged_plan", planned)
+    monkeypatch.setattr(captured_call, "refuse_unproven", validated)
+    for name in ("check_parts", "check_order"):
+        monkeypatch.setattr(captured_call, name, lambda *_: None)
+    monkeypatch.setattr(captured_call, "cut_points", lambda *_: ())
+    batch, profile = {"x": torch.zeros(16, 2)}, HardwareProfile.load("h100-sxm")
+    chooser = Chooser(
+        torch.nn.Identity(), TRACE, (), batch, Mesh({"a": 2}), profile, PlanOptions(outputs="loss")
+    )
+    wish = Pipelined(axis, 4, "1f1b", None, independent=False)
+    if is_slow:
+        with pytest.raises(TooSlow):
+            chooser.in_stages(wish, 4, limit_s)
+    else:
+        chooser.in_stages(wish, 4, limit_s)
+    later = not axis and limit_s < math.inf
+    after = ["validated"] * (not is_slow)
+    assert events == (["planned", *after] if later else ["validated", "planned"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +11,7 @@ from tight_problems import small_problems
 from autopar.core.problem import Problem
 from autopar.solve.branch_and_cut import BranchAndCut, Outcome, SearchRequest
 from autopar.solve.highs import Relaxation
+from autopar.solve.lazy_rows import _VIOLATION
 
 PHASES = (
     "_round_off",
@@ -82,3 +84,21 @@ def test_a_search_without_further_rows_ends_after_one_round(
     assert found is not None and found.stats["budget_rows"] > 0
     assert all(outcome.rows for outcome in rounds[:-1]) and not rounds[-1].rows
     assert len(rounds) > 1, "budget rows came in after the first"
+
+
+def test_budget_rows_that_the_vertex_of_the_relaxation_violates_raise_its_bound() -> None:
+    p = small_problems()[1]
+    p = replace(p, budget_bytes=int(0.7 * p.budget_bytes))
+    search = BranchAndCut(SearchRequest(p, 0.0, 200))
+    relaxation = search.relaxation.solve_free()
+    assert relaxation is not None
+    first = search._round_off(relaxation).rows
+    point = search.relaxation.add_rows(first)
+    assert point is not None and set(first) < set(search.extra.budget)
+    assert not search.extra.violated(point.values)
+    rows = search.extra.matrix([*range(len(search.extra.rows))])
+    assert (rows.activities(point.values) <= rows.upper + _VIOLATION).all()
+    all_at_once = BranchAndCut(SearchRequest(p, 0.0, 200))
+    assert all_at_once.relaxation.solve_free() is not None
+    whole = all_at_once.relaxation.add_rows([*range(len(search.extra.rows))])
+    assert whole is not None and point.bound == pytest.approx(whole.bound)

@@ -58,3 +58,24 @@ def test_without_a_plan_it_looks_for_one_to_the_end(monkeypatch: pytest.MonkeyPa
     bound, looked_into = grown(np.inf, monkeypatch)
     assert bound == 2.0
     assert sorted(looked_into) == [1.0, 3.0, 4.0, 5.0]
+
+
+def test_it_tries_no_further_ops_of_a_node_once_its_steps_are_spent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = np.arange(8, dtype=np.int32)
+    variables = BranchingVariables(8, columns.reshape(4, 2), columns[:0], np.zeros(0), 1)
+    live: Any = SimpleNamespace(num_iterations=0, is_over=False)
+    tree = Tree(variables, live, lambda values: [], lambda: 10.0, 0.01, 100)
+    point = Point(1.0, np.full(8, 0.5), np.zeros(1), np.zeros(8))
+    pairs: list[Any] = []
+
+    def pair(tree: Tree, node: _Node, key: Any) -> list[_Node | None]:
+        pairs.append(key)
+        live.num_iterations += 1
+        return [node, node]
+
+    monkeypatch.setattr(Tree, "_pair", pair)
+    tree._effort.last_step = 2
+    tree._branch_node(_Node(np.zeros(8), np.ones(8), point))
+    assert len(pairs) == 2, "two of four ops"
