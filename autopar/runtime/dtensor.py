@@ -24,6 +24,7 @@ it, but all ops continue to read the previous local tensor.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime import gather_fallback
+from autopar.runtime import changes, gather_fallback
 from autopar.runtime.dtensor_checkpoints import (
     has_stages,
     is_of_one_stage,
@@ -85,8 +86,14 @@ class HeldTensor(DTensor):
             return _access_attribute(func, args, kwargs)
         if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
             with announced(f"computes {name.strip('_')} over the values of all ranks", mesh):
-                return cls._run_function(func, types, args, kwargs)
-        return cls._run_function(func, types, args, kwargs)
+                result = cls._run_function(func, types, args, kwargs)
+        else:
+            result = cls._run_function(func, types, args, kwargs)
+        if written := written_by(func, args, kwargs):
+            changes.record(name, written, args, kwargs)
+        elif type(result) is HeldTensor and result._spec.ndim == 0:
+            changes.follow(result, args, kwargs)
+        return result
 
     @classmethod
     def _run_function(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
@@ -103,7 +110,7 @@ class HeldTensor(DTensor):
             return _METHODS[name](args[0])
         leaves = tensors_in((args, kwargs))
         if name in ASIDE:
-            return _hold_new(_call_disabled(func, types, args, kwargs), leaves)
+            return _hold_new(_call_disabled(func, types, _as_aside(name, args), kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
         if name.startswith(_LIST_KERNELS):
@@ -176,6 +183,35 @@ def _mesh_of_sums(args: Any) -> DeviceMesh | None:
                 if placement.is_partial():
                     return x._spec.mesh
     return None
+
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _as_aside(name: str, args: Any) -> Any:
+    """Return the arguments of a function of `ASIDE`. A registered hook is replaced."""
+    return (args[0], _without_absent(name, args[1])) if name in _HOOKS else args
+
+
+def _without_absent(name: str, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a hook that is not called if the parameter has no gradient.
+
+    A step is one autograd function of all parameters, and autograd calls the hooks of parameters
+    for which it returns None. The plain model has no path to such a parameter, and does not call
+    its hooks.
+
+    Args:
+        name: the function that registers the hook.
+        hook: takes the gradient, or after accumulation the parameter.
+    """
+
+    @functools.wraps(hook, updated=())
+    def call(value: Any) -> Any:
+        """Call the hook if there is a gradient."""
+        given = value if name == "register_hook" or value is None else value.grad
+        return None if given is None else hook(value)
+
+    return call
 
 
 _LIST_KERNELS = ("_amp_foreach_", "_foreach_", "_fused_")
@@ -305,6 +341,8 @@ def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     with DisableTorchFunctionSubclass():
         value = hold_value(func(*args, **kwargs))
+    if attribute in ("grad", "data"):
+        changes.keep(value)
     if isinstance(value, DTensor) and attribute in VIEW_ATTRIBUTES:
         return _record_origins(value, func, args, kwargs)
     return value

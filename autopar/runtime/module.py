@@ -244,7 +244,7 @@ class ParallelModule(Compiled):
         steps = self._steps.before_call
         if self._stage_group is not None or steps is None:
             return ""
-        parts = [f"after a step of {steps}"] if steps else []
+        parts = [f"after {steps}"] if steps else []
         if torch.is_grad_enabled():
             parameters = [*self.parameters()]
             num_frozen = sum(not p.requires_grad for p in parameters)
@@ -279,7 +279,8 @@ class ParallelModule(Compiled):
             The norm before scaling, a scalar that is equal on all ranks.
         """
         named = [(self._names[name], p) for name, p in self.named_parameters()]
-        with announced(f"clips the gradients of {self._title}", self._world):
+        what = f"clips the gradients of {self._title}{_describe_clip(max_norm, norm_type)}"
+        with announced(what, self._world):
             return self._program_calls.clip_gradients(named, max_norm, norm_type)
 
     @property
@@ -321,6 +322,17 @@ class ParallelModule(Compiled):
     def _no_sampler(self, why: str) -> RuntimeStateError:
         remedy = 'use batch="global", or slice by pm.input_layouts'
         return RuntimeStateError(f"{why}: {dict(self.input_layouts)}", remedy=remedy)
+
+
+def _describe_clip(max_norm: Any, norm_type: Any) -> str:
+    """Describe the arguments of clipping, which must be equal on all ranks. A number on a GPU is
+    left out, since reading it waits for the GPU."""
+    limit, order = (
+        float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else None
+        for x in (max_norm, norm_type)
+    )
+    shown = "" if limit is None else f" to a norm of {limit!r}"
+    return shown if order in (2.0, None) else f"{shown} of order {order!r}"
 
 
 def _tensors_of(program: Program, stages: Iterable[int]) -> dict[str, ProgramTensor]:

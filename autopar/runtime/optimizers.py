@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError, size_text
+from autopar.runtime import changes
 from autopar.runtime.dtensor import hold_value, shard_like
 from autopar.runtime.dtensor_checkpoints import checkpointable
 from autopar.runtime.rank_agreement import num_failures
@@ -377,8 +378,8 @@ class Steps:
 
     Attributes:
         taken: a description of each step, in order.
-        before_call: descriptions of the steps before the current call of the module; None if ranks
-            have disagreed since the last call.
+        before_call: the steps and changes of parameters and gradients before the current call of
+            the module, in words; None if ranks have disagreed since the last call.
     """
 
     def __init__(self) -> None:
@@ -398,12 +399,15 @@ class Steps:
         """
         steps_taken, self.taken, self.before_call = self.taken, [], None
         before, self._num_failures = self._num_failures, num_failures()
+        changed = changes.take()
         if before != self._num_failures:
             return None
-        self.before_call = ", ".join(steps_taken)
+        parts = [f"a step of {', '.join(steps_taken)}"] if steps_taken else []
+        self.before_call = " and ".join([*parts, changed] if changed else parts)
         return True if steps_taken else False if any(p.requires_grad for p in parameters) else None
 
 
+_CHANGES = "_autopar_changes"  # attribute of an optimizer in a step: the record before the step
 _COMPARED = (
     "lr",
     "weight_decay",
@@ -421,13 +425,17 @@ _COMPARED = (
 
 
 def describe_step(optimizer: Optimizer) -> str:
-    """Describe a step of an optimizer: its class, its learning rates, and a hash of the settings of
-    all parameter groups. The text is equal on ranks with equal settings. Tensors on a GPU are left
-    out, since reading them waits for the GPU."""
-    groups = [
-        [(name, _plain(group[name])) for name in _COMPARED if name in group]
-        for group in optimizer.param_groups
-    ]
+    """Describe a step of an optimizer: its class, its learning rates, and a hash of the settings,
+    the number of gradients and the number of states of all parameter groups. The text is equal on
+    ranks with equal settings. Tensors on a GPU are left out, since reading them waits for the GPU.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        groups = [
+            [(name, _plain(group[name])) for name in _COMPARED if name in group]
+            + [("gradients", sum(p.grad is not None for p in group["params"]))]
+            for group in optimizer.param_groups
+        ]
+    groups.append([("states", sum(bool(state) for state in optimizer.state.values()))])
     rates = dict.fromkeys(str(value) for group in groups for name, value in group if name == "lr")
     digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()
     shown = ", ".join([*rates][:_SHOWN_RATES])
@@ -464,7 +472,7 @@ def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
     """Register hooks that check every optimizer of these parameters at its first step, make its
     state dict checkpointable, and record its steps in `steps`."""
     for parameter in parameters:
-        setattr(parameter, _MARK, steps)
+        setattr(changes.keep(parameter), _MARK, steps)
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
         _hook.append(register_optimizer_step_post_hook(_after_step))
@@ -510,6 +518,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     step_text = describe_step(optimizer) if marks else ""
     for steps in marks.values():
         steps.taken.append(step_text)
+    setattr(optimizer, _CHANGES, changes.recorded())
     if getattr(optimizer, _MARK, False):
         return take(optimizer, args, kwargs)
     _check_replaced(optimizer)
@@ -525,5 +534,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    changes.restore(vars(optimizer).pop(_CHANGES))
     give_back(optimizer, args)
     check_state(optimizer)

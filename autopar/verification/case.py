@@ -49,7 +49,11 @@ from autopar.verification.drawing import PositionalDraws, draws_by_sample
 
 class Widened(TorchDispatchMode):
     """A mode in which ops that request a floating or complex dtype smaller than `dtype` get `dtype`
-    (or its complex counterpart) instead."""
+    (or its complex counterpart) instead.
+
+    Factory functions without a dtype, and ops on integers such as ``count + 1.0``, return the
+    default dtype. Their results are converted, as in a traced graph.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -61,9 +65,7 @@ class Widened(TorchDispatchMode):
             {name: self._wide(x) for name, x in (kwargs or {}).items()},
         )
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not any(
-            isinstance(x, Tensor) for x in args
-        ):  # a factory function without a dtype uses the default dtype
+        if isinstance(result, Tensor) and not _computes(args, kwargs):
             wide_dtype = self._wide(result.dtype)
             return result if wide_dtype == result.dtype else result.to(wide_dtype)
         return result
@@ -73,6 +75,12 @@ class Widened(TorchDispatchMode):
             return x
         wide_dtype = self._complex if x.is_complex else self._dtype
         return wide_dtype if x.itemsize < wide_dtype.itemsize else x
+
+
+def _computes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an op has an operand with a floating or complex dtype."""
+    given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return any(x.is_floating_point() or x.is_complex() for x in given)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,11 +117,13 @@ def _eps_of(dtype: torch.dtype) -> float:
     x = torch.tensor([1e-3], dtype=dtype)
     normed = torch.nn.functional.rms_norm(x, (1,)).double()
     expected = [x.double() / (x.double() ** 2 + eps) ** 0.5 for eps in known]
-    return min(zip(known, expected, strict=True), key=lambda pair: float((pair[1] - normed).abs()))[
-        0
-    ]
+    errors = {eps: float((x - normed).abs()) for eps, x in zip(known, expected, strict=True)}
+    return min(errors, key=errors.__getitem__)
 
 
+OF_INTEGERS = " of integers"
+"""Part of the name of an op whose result has torch's default dtype, since its operands have no
+floating dtype."""
 # Ops that create or move numbers in a small dtype are as exact as in a larger one.
 _NO_COMPUTING = (
     "zeros",
@@ -518,6 +528,8 @@ class _LowerDtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
+        if not _computes(args, kwargs or {}) and "dtype" not in (kwargs or {}):
+            name += OF_INTEGERS
         for leaf in tree_leaves(result):
             rounds = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
             if (

@@ -40,7 +40,7 @@ from autopar.program.lockstep import Lockstep, parts_in
 from autopar.program.program import Program
 from autopar.program.splitting import join
 from autopar.rules import where_of
-from autopar.verification.case import Case, PlainModelError, UndeterminedError
+from autopar.verification.case import OF_INTEGERS, Case, PlainModelError, UndeterminedError
 from autopar.verification.comparison import (
     Errors,
     Results,
@@ -371,10 +371,10 @@ def _compare_case(
         diagnose(case, str(error))
         raise
     result = _judge(case, ran, plain, lower, tolerance)
-    if (
-        not result.ok
-        and (widened := _compare_widened(case, ran, result, lower, tolerance)) is not None
-    ):
+    # the default dtype of an op on integers is not a choice of the model
+    if (not result.ok or any(OF_INTEGERS in part for part in lower)) and (
+        widened := _compare_widened(case, ran, result, lower, tolerance)
+    ) is not None:
         return widened
     if not result.ok and (magnified := _compare_magnified(case, result, tolerance)) is not None:
         return magnified

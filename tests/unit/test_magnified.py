@@ -57,6 +57,35 @@ def test_a_model_with_less_amplification_is_compared_with_its_parts_in_float64()
         verify_program(trace, program, model, batch, {})
 
 
+class ByCount(nn.Module):
+    """A loss that is multiplied by a function of a number of positive values, which torch computes
+    in its default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = torch.log((x > 0).sum() + 1.0)
+        return self.linear(x).square().mean() * factor * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_function_of_a_count_is_compared_in_float64(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, batch = ByCount().to(dtype), (torch.randn(8, 8, dtype=dtype),)
+    trace = capture(model, batch)
+    program = make_plan(trace, MESH, H100, PlanOptions()).program
+    found = verify_program(trace, program, model, batch, {})
+    assert (
+        found.ok and (found.dtype, found.tolerance) == ("float64", 1e-9) and found.max_error < 1e-13
+    )
+    assert found.apart is not None and 1e-9 < found.apart < 1e-6
+    model.scale = 1 + 1e-5  # different from the capture
+    with pytest.raises(VerificationError, match="the plain model computes a different"):
+        verify_program(trace, program, model, batch, {})
+
+
 def test_an_equally_large_difference_in_the_own_dtype_is_not_taken_for_rounding() -> None:
     torch.manual_seed(0)
     model, batch = Phases(1.0), (torch.randn(8, 8),)
