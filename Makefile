@@ -1,4 +1,4 @@
-# Everything stands on `make install`, which makes .venv in this folder. Needs python3 (3.11 or newer) with venv.
+# Every target first runs `make install`, which creates .venv in this folder. It needs python3 (3.11 or newer) with venv.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -27,7 +27,7 @@ quick: install
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types tests
 
-# A file's tests share what is expensive, so they stay together.
+# All tests of a file run in one process, because they share fixtures that take long.
 tests: install
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -46,7 +46,7 @@ docs: install
 	$(BIN)/typer autopar.cli.commands utils docs --name autopar --output docs/cli.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# All tests, the slow ones too, each with all of its examples, and nothing captured for one of them is used for another.
+# All tests, with all hypothesis examples. No test uses what was captured for another.
 nightly: install
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fresh-captures --hypothesis-profile nightly -m "slow or not slow"
 

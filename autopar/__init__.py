@@ -2,9 +2,9 @@
 
     pm = autopar.compile(model, mesh, example_inputs=batch)
 
-plans (prices every legal layout of every op and chooses them, with ZeRO sharding and recomputation,
-in one optimisation with a proven bound), emits a distributed graph, and shards the parameters.
-Planning needs no GPU and no process group:
+plans, emits a distributed graph, and shards the parameters. Planning prices every legal layout of
+every op, and chooses layouts, ZeRO sharding and recomputation in one optimization with a proven
+bound. It needs no GPU and no process group:
 
 >>> import torch, autopar
 >>> from torch import nn
@@ -16,8 +16,8 @@ Planning needs no GPU and no process group:
 ...         return (x + self.down(torch.relu(self.up(x)))).pow(2).mean()
 >>> batch = {"x": torch.randn(64, 512)}
 
-A plan says which layout every tensor has on a mesh; `S(0) R` splits dim 0 over the first axis and
-repeats over the second:
+A plan states the layout of every tensor on a mesh. ``S(0) R`` splits dim 0 over the first axis and
+replicates the tensor over the second:
 
 >>> mesh = autopar.Mesh({"node": 2, "gpu": 2})
 >>> plan = autopar.plan(Net(), mesh, example_inputs=batch, hardware="cpu-gloo")
@@ -27,14 +27,14 @@ True
 Net on mesh node=2,gpu=2 (4 devices), cpu-gloo, optimizer adamw
 ...
 
-What a plan claims is checked without the solver: legality, every collective, memory, time, and the
-bound by arithmetic alone:
+`check` verifies the claims of a plan without the solver: legality, every collective, memory, time,
+and the bound, the last by arithmetic alone:
 
 >>> autopar.check(plan, Net(), batch).ok
 True
 
-All ranks of the emitted program, in one process, give what the plain model gives, every gradient
-included:
+`verify` runs all ranks of the emitted program in one process, and compares the outputs and every
+gradient with the plain model:
 
 >>> autopar.verify(plan, Net(), batch).ok
 True
@@ -64,8 +64,9 @@ if TYPE_CHECKING:
     from autopar.integrations.trainer import Trainer as Trainer
     from autopar.plans import Plan
 else:
-    # The same; of the three that stand on transformers, accelerate and Lightning
-    # autopar.integrations says what is missing; with Plan comes what notebooks show of it.
+    # The same names, imported when they are first used. `autopar.integrations` raises an error with
+    # a remedy if transformers, accelerate or Lightning is missing. `autopar.report.card` adds to
+    # `Plan` what notebooks show.
     __getattr__, __dir__ = lazily(
         "autopar",
         {

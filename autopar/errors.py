@@ -1,8 +1,7 @@
-"""What happened, where, and what to do.
+"""The errors that autopar raises on purpose. All are subclasses of `AutoparError`.
 
-Every error autopar raises on purpose is an `AutoparError`. It names three things: what happened,
-where (the op, its module path and the user's own source line, as far as they are known) and what
-the user can do about it.
+A message has three parts: what happened; where (the op, its module path, and the line of the user's
+code, as far as they are known); and what the user can do about it.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""A character that is none, or that changes what a terminal shows beside it; tabs and ends of
-lines are not."""
+"""Control characters, except tabs and line ends, and characters that change how a terminal shows
+the text around them."""
 
 
 def printable(text: str) -> str:
-    """The text with its control characters as Python writes them: an error may quote a file that
-    anyone wrote."""
+    """Return the text with its control characters escaped as in Python. An error may quote a file
+    from an unknown source."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A place in the user's model.
+    """A place in the user's model. Parts that are not known are empty.
 
     Attributes:
         op: the operator as torch prints it, for example ``aten.mm.default``.
-        module: the path of the module that ran it, for example ``model.layers.0.mlp.up_proj``.
-        source: the user's own line, ``file.py:12: code``.
+        module: the path of the module that calls it, for example ``model.layers.0.mlp.up_proj``.
+        source: the line of the user's code, ``file.py:12: code``.
     """
 
     op: str = ""
@@ -48,7 +47,7 @@ class Where:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people: the largest binary unit that leaves at least one whole."""
+    """Return a number of bytes in the largest binary unit in which it is at least one."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.3g} {unit}"
@@ -56,7 +55,13 @@ def size_text(num_bytes: float) -> str:
 
 
 class AutoparError(Exception):
-    """Base of all errors raised on purpose: `what` happened, `where`, and what to do (`remedy`)."""
+    """Base class of all errors that autopar raises on purpose.
+
+    Args:
+        what: what happened.
+        where: the place in the user's model or file.
+        remedy: what the user can do.
+    """
 
     def __init__(self, what: str, *, where: Where | str | None = None, remedy: str = "") -> None:
         self.what, self.where, self.remedy = what, where, remedy
@@ -69,8 +74,7 @@ class AutoparError(Exception):
 
 
 class ArgumentError(AutoparError, TypeError):
-    """A call of autopar's own names an argument that it does not take, or leaves out one that it
-    needs."""
+    """A call of one of autopar's functions has an unknown argument, or lacks a required one."""
 
 
 class CaptureError(AutoparError):
@@ -78,15 +82,15 @@ class CaptureError(AutoparError):
 
 
 class CallError(CaptureError):
-    """The model itself does not take the call: arguments, or shapes, that its forward refuses."""
+    """The model's own forward raises an error for these arguments or shapes."""
 
 
 class LayoutError(AutoparError):
-    """A layout is malformed, or illegal for the tensor it is asked of."""
+    """A layout is malformed, or not legal for its tensor."""
 
 
 class MeshError(AutoparError):
-    """A mesh is malformed, or does not fit the processes that are there."""
+    """A mesh is malformed, or does not fit the processes that were started."""
 
 
 class HardwareError(AutoparError):
@@ -98,16 +102,19 @@ class RuleError(AutoparError):
 
 
 class ConstraintError(AutoparError):
-    """What the user forces cannot hold."""
+    """The user's constraints cannot be satisfied."""
 
 
 class CoupledError(ConstraintError):
-    """The batch cannot be cut: samples of the model depend on each other."""
+    """The batch cannot be divided into microbatches, because samples depend on each other."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits; the message says what would: `needed_bytes` per device, 0 where that is not
-    known."""
+    """No plan fits into the memory.
+
+    Attributes:
+        needed_bytes: bytes per device with which a plan exists; 0 if unknown.
+    """
 
     def __init__(
         self,
@@ -122,7 +129,8 @@ class InfeasibleError(AutoparError):
 
 
 class PlanError(AutoparError):
-    """A plan file is malformed, of another version, or made for another model, mesh or profile."""
+    """A plan file is malformed, has another version, or belongs to another model, mesh or hardware
+    profile."""
 
 
 class EmissionError(AutoparError):
@@ -130,7 +138,7 @@ class EmissionError(AutoparError):
 
 
 class ChangedPlanError(PlanError, EmissionError):
-    """A plan says what no plan can say, or what does not go with the model."""
+    """A plan contradicts itself or the model."""
 
     def __init__(self, what: str, *, where: Where | str | None = None) -> None:
         super().__init__(
@@ -143,21 +151,25 @@ class ChangedPlanError(PlanError, EmissionError):
 
 
 class ValidationError(AutoparError):
-    """An emitted graph holds a value that does not follow from the traced model, or nothing
-    shows that it does."""
+    """A value of an emitted graph differs from the traced model, or cannot be shown to follow from
+    it."""
 
 
 class VerificationError(AutoparError):
-    """A distributed program computes something else than the plain model."""
+    """A distributed program does not compute what the plain model computes."""
 
 
 class RuntimeStateError(AutoparError):
-    """A distributed module was used in an order that it cannot serve."""
+    """A compiled module, an optimizer or a checkpoint was used in an order that is not
+    supported."""
 
 
 class RankError(RuntimeStateError):
-    """Ranks do different things, or one of them has ended: `ranks` are those that differ, empty
-    if it is not known which do."""
+    """Ranks execute different operations, or a rank has ended.
+
+    Attributes:
+        ranks: the ranks that differ; empty if unknown.
+    """
 
     def __init__(
         self,
@@ -172,4 +184,4 @@ class RankError(RuntimeStateError):
 
 
 class KernelError(AutoparError):
-    """A native kernel cannot be compiled or loaded, or refuses what it is given."""
+    """A native kernel cannot be compiled or loaded, or does not support its arguments."""
