@@ -14,13 +14,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from autopar.core.terminal import parse_size
-from autopar.errors import AutoparError, ConstraintError
+from autopar.option_checks import (
+    Check,
+    Precision,
+    among,
+    as_constraints,
+    at_least,
+    check_budget,
+    check_constraints,
+    check_gap,
+    check_limit,
+    check_name,
+    check_precision,
+    check_switch,
+    read_budget,
+)
 
 if TYPE_CHECKING:
     from autopar.constraints import Constraint
@@ -29,7 +42,6 @@ if TYPE_CHECKING:
 Backend = Literal["eager", "inductor"]
 Batch = Literal["global", "local"]
 Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
-Precision = Literal["bf16", "fp16"]
 Auto = Literal["auto"]
 Effort = Literal["quick", "normal", "thorough"]
 Call = Literal["plan", "compile", "what_if"]
@@ -39,9 +51,6 @@ UNLIMITED = 2**60
 RESERVED_SHARE = 0.1
 """Share of the device memory for the allocator, workspaces of kernels and communication buffers."""
 _BEHIND = 0.25  # share of a time limit that is reserved for what follows the last solve
-
-Check: TypeAlias = Callable[[str, Any], None]
-"""Raises AutoparError if the option of this name cannot have this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,119 +105,6 @@ def _option(help: str, check: Check, **more: Any) -> Mapping[str, Option]:
     return {"option": Option(help, check, **more)}
 
 
-def check_choice(
-    name: str,
-    value: object,
-    choices: Sequence[str],
-    *,
-    form: str = "{name}={value!r}",
-    otherwise: str = "",
-) -> None:
-    """Raise AutoparError if a value is not one of the choices.
-
-    Args:
-        name: name of the option.
-        value: the value.
-        choices: the values that are allowed.
-        form: format of the option and its value in the message.
-        otherwise: further values that may be passed, in words.
-    """
-    if value not in choices:
-        remedy = f"pass one of {', '.join(choices)}{otherwise}"
-        raise AutoparError(f"{form.format(name=name, value=value)} is not known", remedy=remedy)
-
-
-def _among(choices: Sequence[str], **how: str) -> Check:
-    return lambda name, value: check_choice(name, value, choices, **how)
-
-
-def _check_budget(name: str, value: Any) -> None:
-    if value is not None and not (_is_number(value) and 0 < value < math.inf):
-        raise AutoparError(
-            f"{name}={value!r} is not a memory budget",
-            remedy="pass bytes per device, for example 80 * 2**30",
-        )
-
-
-def _check_precision(name: str, value: Any) -> None:
-    if value is not None:
-        check_choice(name, value, get_args(Precision), otherwise=", or None")
-
-
-def _at_least(least: int, what: str) -> Check:
-    """Return the check of an option that is ``"auto"`` or a number of `what`, at least `least`."""
-
-    def check(name: str, value: Any) -> None:
-        """Raise AutoparError if the value is neither."""
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if value != "auto" and not (is_integer and value >= least):
-            raise AutoparError(
-                f"{name}={value!r} is not a number of {what}",
-                remedy=f'pass an integer that is at least {least}, or "auto"',
-            )
-
-    return check
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_gap(name: str, value: Any) -> None:
-    if not (_is_number(value) and 0 <= value < 1):
-        raise AutoparError(
-            f"{name}={value} is not a relative gap",
-            remedy="pass a number that is at least 0 and below 1, for example 0.01",
-        )
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if not (_is_number(value) and value > 0.0):
-        raise AutoparError(
-            f"{name}={value} is not a time limit",
-            remedy="pass a positive number of seconds, for example 60, or leave it out",
-        )
-
-
-def _check_name(name: str, value: Any) -> None:
-    """Check the type only. `autopar.solve.check_solver` checks whether the solver is installed."""
-    if not isinstance(value, str):
-        raise AutoparError(
-            f"{name}={value!r} is not the name of a solver",
-            remedy='pass a name, for example "highs" or "cbc"',
-        )
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise AutoparError(
-            f"{name}={value!r} is neither True nor False", remedy="pass True or False"
-        )
-
-
-def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
-    """Return constraints as a tuple; raise ConstraintError if they are not a sequence."""
-    if not isinstance(constraints, Iterable) or isinstance(constraints, str):
-        raise ConstraintError(
-            f"constraints={constraints} is not a sequence",
-            remedy="pass a list of constraints: constraints=[...]",
-        )
-    return tuple(constraints)
-
-
-def _check_constraints(_: str, value: Any) -> None:
-    if not value:
-        return
-    from autopar.constraints import Constraint  # which needs torch
-
-    for constraint in value:
-        if not isinstance(constraint, Constraint):
-            raise ConstraintError(
-                f"{constraint!r} is not a constraint",
-                remedy="use the functions of autopar.constraints, for example fsdp()",
-            )
-
-
 def _read_constraints(texts: Sequence[str] | None) -> tuple[Constraint, ...]:
     if not texts:
         return ()
@@ -235,7 +131,7 @@ class SearchKeywords(WhatIfKeywords, total=False):
 class PlanKeywords(SearchKeywords, total=False):
     """The options that `autopar.plan` takes, for type checkers; defaults are in `PlanOptions`."""
 
-    memory_bytes: int | None
+    memory_bytes: int | str | None
     optimizer: str
     constraints: Sequence[Constraint]
     strict: bool
@@ -263,9 +159,9 @@ class PlanOptions:
     memory_bytes: int | None = field(
         default=None,
         metadata=_option(
-            "memory budget per device; by default 90 % of the device memory in the hardware"
-            " profile.",
-            _check_budget,
+            'memory budget per device, as a number or as text, such as ``"80GiB"``; by default 90 %'
+            " of the device memory in the hardware profile.",
+            check_budget,
             brief="memory budget per device; every plan fits it",
             default_in_words="90 % of the device memory",
             unit="bytes",
@@ -283,7 +179,7 @@ class PlanOptions:
         metadata=_option(
             "the optimizer whose state is stored next to the parameters: ``adamw``, ``adam``,"
             " ``sgd``, ``momentum`` or ``none``.",
-            _among(OPTIMIZERS, form="{name} {value!r}"),
+            among(OPTIMIZERS, form="{name} {value!r}"),
             brief=(
                 'optimizer whose state is stored next to the parameters: `"adamw"`, `"adam"`,'
                 ' `"sgd"`, `"momentum"` or `"none"`'
@@ -300,7 +196,7 @@ class PlanOptions:
         default=(),
         metadata=_option(
             "decisions that the plan must follow (`autopar.constraints`).",
-            _check_constraints,
+            check_constraints,
             brief="[what you decide yourself](constraints.md)",
             flag=Flag(
                 "--constraint",
@@ -316,7 +212,7 @@ class PlanOptions:
         default=False,
         metadata=_option(
             "refuse the model if an op would run replicated because it has no sharding rule.",
-            _check_switch,
+            check_switch,
             brief="refuse a model if an op would run replicated because it has no rule",
             flag=Flag(
                 "--strict/--no-strict",
@@ -330,7 +226,7 @@ class PlanOptions:
         default=0.01,
         metadata=_option(
             "relative distance between the plan and the proven bound at which the search stops.",
-            _check_gap,
+            check_gap,
             brief="relative distance to the proven bound at which the search stops",
             flag=Flag(
                 "--gap",
@@ -348,7 +244,7 @@ class PlanOptions:
             " is no limit by default. All other limits count work instead of seconds, so the same"
             " input gives the same plan, byte for byte. If the time limit ends a solve, a warning"
             " says that the next run may give another plan.",
-            _check_limit,
+            check_limit,
             brief="time limit for all of planning; the best plan so far is returned with its gap",
             default_in_words="none",
             unit="seconds",
@@ -370,7 +266,7 @@ class PlanOptions:
             '``"highs"``, or a solver that PuLP finds on this machine: ``"cbc"``, ``"scip"``,'
             ' ``"gurobi"``, or its full name in PuLP, in upper or lower case. ``"pulp:highs"`` is'
             " HiGHS through PuLP. Solvers through PuLP are slower.",
-            _check_name,
+            check_name,
             brief="which [solver](#solvers) solves the integer program",
             calls=get_args(Call),
             is_recorded=False,
@@ -392,7 +288,7 @@ class PlanOptions:
             ' plan fits without them; ``"normal"``: about as much as one search on a mesh of three'
             ' axes; ``"thorough"``: all alternatives that bounds do not exclude. Alternatives that'
             " were not tried are listed in the plan's proof, with their bounds.",
-            _among(get_args(Effort)),
+            among(get_args(Effort)),
             brief="how much work [alternatives to the first plan](#alternatives) may take",
             calls=get_args(Call),
             is_recorded=False,
@@ -413,7 +309,7 @@ class PlanOptions:
             " (`autopar.constraints.pipeline`) the planner chooses it, and it is 1 if samples"
             " depend on each other. Stages that no constraint asks for are tried on GPUs if there"
             " are no constraints and the step returns the loss only, unless the number is 1.",
-            _at_least(1, "microbatches"),
+            at_least(1, "microbatches"),
             brief=(
                 "number of parts that the batch is cut into; 1 also rules out stages that no"
                 " constraint asks for"
@@ -435,7 +331,7 @@ class PlanOptions:
             ' logits (see ``outputs="loss"``). With a number above 0, `tensor_parallel` and'
             " `megatron` do not split the output layer, and an embedding tied to it, by the"
             " vocabulary.",
-            _at_least(0, "rows"),
+            at_least(0, "rows"),
             brief="number of rows of logits that exist at a time",
         ),
     )
@@ -447,7 +343,7 @@ class PlanOptions:
             " are cast to it; buffers keep theirs. Gradients are summed in the dtype of the"
             " parameters. Training in fp16 needs a `torch.amp.GradScaler`. None: the dtypes of the"
             " model, or of an active `torch.autocast`.",
-            _check_precision,
+            check_precision,
             brief='`"bf16"` or `"fp16"`: parameters are stored in fp32 and used in this dtype',
             default_in_words="the model's",
             flag=Flag(
@@ -463,7 +359,7 @@ class PlanOptions:
         metadata=_option(
             "plan forward only, without gradients and optimizer state. This is implied if no"
             " parameter requires a gradient.",
-            _check_switch,
+            check_switch,
             brief="plan forward only",
             flag=Flag(
                 "--inference",
@@ -478,7 +374,7 @@ class PlanOptions:
         metadata=_option(
             '``"global"``: every rank passes the whole batch, and computes its part of it;'
             ' ``"local"``: every rank passes its part of the batch.',
-            _among(get_args(Batch)),
+            among(get_args(Batch)),
         ),
     )
     outputs: Outputs = field(
@@ -494,7 +390,7 @@ class PlanOptions:
             " whole tensor. If the model returns a loss, backward starts at the loss only. Without"
             " a loss, backward starts at what every rank computes from the outputs; with"
             ' ``"local"``, the gradient of an output is this rank\'s part of the gradient.',
-            _among(get_args(Outputs)),
+            among(get_args(Outputs)),
             brief=(
                 'how outputs other than the loss are returned: `"dtensor"`, `"full"`, `"local"`, or'
                 ' `"loss"` for not at all'
@@ -513,7 +409,7 @@ class PlanOptions:
         metadata=_option(
             "read the plan, or else the capture, from the cache on disk if nothing that it depends"
             " on has changed, and write new ones to the cache.",
-            _check_switch,
+            check_switch,
             brief="use the [cache of plans](#the-cache-of-plans) and captures",
             is_recorded=False,
             flag=Flag(
@@ -528,6 +424,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "constraints", as_constraints(self.constraints))
+        object.__setattr__(self, "memory_bytes", read_budget(self.memory_bytes))
         for name, option in OPTIONS.items():
             option.check(name, getattr(self, name))
         if self.num_microbatches != "auto" and self.constraints:

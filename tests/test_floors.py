@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     ("core",),
     ("constraints", "hf", "ops", "solve"),
+    ("option_checks",),
     ("capture", "kernels", "plans", "request", "rules"),
     ("analysis", "breakdown", "cache", "profiler", "program", "stages"),
     ("runtime", "sharding", "validation", "verification"),  # validation shares nothing with emit

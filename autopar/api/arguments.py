@@ -26,14 +26,14 @@ from autopar.request import RESERVED_SHARE, PlanOptions
 from autopar.runtime.device_mesh import mesh_of
 from autopar.runtime.launchers import adopt_launch, launched_shape
 
-MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int]
+MeshLike: TypeAlias = Mesh | DeviceMesh | Unshaped | Mapping[str, int] | str
 Launched: TypeAlias = MeshLike | None  # None: all processes that a launcher started
 Example: TypeAlias = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
 def as_mesh(mesh: MeshLike) -> Mesh:
-    """Read the mesh argument: a `Mesh`, a torch DeviceMesh, axis sizes by name, (nodes, devices per
-    node), or a device count.
+    """Read the mesh argument: a `Mesh`, a torch DeviceMesh, axis sizes by name or as text, (nodes,
+    devices per node), or a device count.
 
     Raises:
         MeshError: if the argument is none of these.
@@ -47,9 +47,11 @@ def as_mesh(mesh: MeshLike) -> Mesh:
     is_batch = any(isinstance(leaf, Tensor) for leaf in tree_leaves(mesh))
     if isinstance(mesh, Mapping) and not is_batch:
         return Mesh(mesh)
+    if isinstance(mesh, str) and "=" in mesh:
+        return Mesh.parse(mesh)
     remedy = (
-        'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, (nodes, devices per node) '
-        "as (4, 8), or a device count"
+        'pass autopar.Mesh({"node": 4, "gpu": 8}) or "node=4,gpu=8", a torch DeviceMesh, (nodes,'
+        " devices per node) as (4, 8), or a device count"
     )
     remedy += "; pass the batch as example_inputs=" if is_batch else ""
     raise MeshError(f"{tree_map_only(Tensor, _in_short, mesh)!r} is not a mesh", remedy=remedy)

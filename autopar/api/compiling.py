@@ -22,8 +22,9 @@ from autopar.api.tracing import refuse_wrapped
 from autopar.core.keywords import named
 from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.errors import PlanError, RuntimeStateError
+from autopar.option_checks import check_choice
 from autopar.plans import Plan
-from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
+from autopar.request import Backend, CompileKeywords, PlanOptions
 from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.module_modes import overrides_modes

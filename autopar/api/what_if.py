@@ -38,11 +38,12 @@ from autopar.core.mesh import HardwareLike, Mesh
 from autopar.core.units import seconds, share, size
 from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
+from autopar.option_checks import as_constraints
 from autopar.planner.reprice import reprice_plan
 from autopar.planner.sensitivity import all_flips
 from autopar.planner.transfer_plan import Carried, carry_plan, notes
 from autopar.plans import Flips, Plan
-from autopar.request import PlanOptions, WhatIfKeywords, as_constraints
+from autopar.request import PlanOptions, WhatIfKeywords
 
 # --------------------------------------------------------------------------------------------------
 # The constraints of a plan, with some removed and others added.

@@ -21,7 +21,8 @@ from autopar.checkpoint.manager import Checkpoints
 from autopar.constraints import fsdp, pipeline
 from autopar.core.layout import Layout
 from autopar.core.mesh import hardware_of, read_mesh
-from autopar.request import PlanOptions, as_constraints
+from autopar.option_checks import as_constraints
+from autopar.request import PlanOptions
 from tests.support.made_plan import made_plan
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Program
@@ -249,20 +250,26 @@ PLANS: dict[str, Program] = {
 }
 
 OPTIONS: dict[str, Program] = {
-    f"request.py {where}": Program(_options(**refused), says, _options(**followed))
+    f"option_checks.py {where}": Program(_options(**refused), says, _options(**followed))
     for where, refused, says, followed in (
         ("check_choice 0", {"optimizer": "lion"}, "adamw", {"optimizer": "adamw"}),
         ("check_choice 0 | batch", {"batch": "mine"}, "local", {"batch": "local"}),
         ("check_choice 0 | outputs", {"outputs": "none"}, "loss", {"outputs": "loss"}),
         ("check_choice 0 | precision", {"precision": "bfloat16"}, "bf16", {"precision": "bf16"}),
-        ("_check_budget 0", {"memory_bytes": "80 GB"}, "80 * 2**30", {"memory_bytes": 80 * 2**30}),
-        ("_at_least.check 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
-        ("_at_least.check 0 | rows", {"loss_rows": -1}, "at least 0", {"loss_rows": 0}),
-        ("_check_gap 0", {"gap": 1.0}, "0.01", {"gap": 0.01}),
-        ("_check_limit 0", {"time_limit_s": 0}, "60", {"time_limit_s": 60}),
-        ("_check_switch 0", {"strict": "no"}, "True or False", {"strict": False}),
+        ("check_budget 0", {"memory_bytes": 0}, '"80GiB"', {"memory_bytes": "80GiB"}),
+        ("at_least.check 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
+        ("at_least.check 0 | rows", {"loss_rows": -1}, "at least 0", {"loss_rows": 0}),
+        ("check_gap 0", {"gap": 1.0}, "0.01", {"gap": 0.01}),
+        ("check_limit 0", {"time_limit_s": 0}, "60", {"time_limit_s": 60}),
+        ("check_switch 0", {"strict": "no"}, "True or False", {"strict": False}),
         (
-            "_check_constraints 0",
+            "check_constraints 0",
+            {"constraints": (fsdp,)},
+            "call it: fsdp(...)",
+            {"constraints": (fsdp(),)},
+        ),
+        (
+            "check_constraints 1",
             {"constraints": ("fsdp",)},
             "autopar.constraints",
             {"constraints": (fsdp(),)},
@@ -276,7 +283,7 @@ CALLS: dict[str, Program] = {
         "a sequence of positional arguments",
         lambda: as_call([7]),
     ),
-    "request.py as_constraints 0": Program(
+    "option_checks.py as_constraints 0": Program(
         lambda: as_constraints(fsdp()), "constraints=[...]", lambda: as_constraints([fsdp()])
     ),
     "api/arguments.py check_model 0": Program(
@@ -304,7 +311,7 @@ CALLS: dict[str, Program] = {
         "pass the global batch",
         _compiled(batch="local", example_inputs=BATCH, hardware="cpu-gloo"),
     ),
-    "request.py check_choice 0 | backend": Program(
+    "option_checks.py check_choice 0 | backend": Program(
         _compiled(backend="xla"), "eager", _compiled(backend="eager")
     ),
     "api/compiling.py _check_options_with_plan 0": Program(

@@ -88,7 +88,9 @@ def _written_to(name: str, **options: Any) -> Callable[[], object]:
 
 _TWO_STAGES = autopar.constraints.pipeline(microbatches=2)
 PROGRAMS: dict[str, Program] = {
-    "request.py _check_name 0": Program(planned(solver=3), "pass a name", planned(solver="highs")),
+    "option_checks.py check_name 0": Program(
+        planned(solver=3), "pass a name", planned(solver="highs")
+    ),
     "solve/pulp_models.py _refusal 0": Program(
         planned(solver="simplex"), "pass one of the available solvers", planned(solver="cbc")
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.constraints import Constraint, layout, megatron, pipeline
+from autopar.constraints import Constraint, fsdp, layout, megatron, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.errors import AutoparError, ConstraintError
 from autopar.planner import PlanOptions
@@ -87,6 +87,9 @@ def test_the_plan_records_the_options_that_affect_it_without_the_time_limit() ->
         ({"constraints": layout("up", weight="R")}, "is not a sequence"),
         ({"solver": 3}, r"solver=3 is not the name of a solver(.|\n)*pass a name"),
         ({"constraints": ("up",)}, r"'up' is not a constraint(.|\n)*autopar\.constraints"),
+        ({"constraints": [fsdp]}, r"fsdp is a function(.|\n)*call it: fsdp\(\.\.\.\)"),
+        ({"memory_bytes": "80 apples"}, "'80 apples' is not a size"),
+        ({"memory_bytes": "0GB"}, "memory_bytes=0 is not a memory budget"),
     ],
 )
 def test_an_invalid_option_is_refused_with_the_valid_values(
@@ -94,6 +97,15 @@ def test_an_invalid_option_is_refused_with_the_valid_values(
 ) -> None:
     with pytest.raises(AutoparError, match=complaint):
         PlanOptions(**option)
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_bytes"),
+    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), (8e9, 8 * 10**9), (None, None)],
+)
+def test_a_memory_budget_is_a_number_or_a_text(budget: Any, num_bytes: int | None) -> None:
+    recorded = PlanOptions(memory_bytes=budget).memory_bytes
+    assert recorded == num_bytes and type(recorded) is type(num_bytes)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_planning_works_on_meta_tensors_and_does_not_change_the_model() -> None:
 def test_a_mesh_argument_is_a_mesh_a_count_nodes_and_devices_or_named_axes() -> None:
     assert as_mesh(4) == Mesh(4)
     assert as_mesh({"a": 2, "b": 2}) == Mesh({"a": 2, "b": 2})
+    assert as_mesh("a=2,b=2") == Mesh({"a": 2, "b": 2})
     assert as_mesh((4, 2)) == Mesh({"node": 4, "gpu": 2})
     for wrong in ("4x2", (4,), (4, 2, 2), (4.0, 2), (True, 2), True):
         with pytest.raises(MeshError, match="is not a mesh"):
@@ -283,9 +284,9 @@ def test_bad_options_say_what_to_pass() -> None:
     model, batch = zoo_small.gpt2()
     with pytest.raises(AutoparError, match="adamw"):
         plan(model, 1, example_inputs=batch, optimizer="adamW2")
-    for size in (-1, "3GiB"):
-        with pytest.raises(AutoparError, match="bytes per device"):
-            plan(model, 1, example_inputs=batch, memory_bytes=size)  # type: ignore[arg-type]
+    for size, remedy in ((-1, "bytes per device"), ("3 boxes", "write for example 72GiB")):
+        with pytest.raises(AutoparError, match=remedy):
+            plan(model, 1, example_inputs=batch, memory_bytes=size)
     for constraints in (ddp(), "ddp"):
         with pytest.raises(ConstraintError, match="pass a list of constraints"):
             plan(model, 1, example_inputs=batch, constraints=constraints)  # type: ignore[arg-type]
