@@ -28,7 +28,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Context, Facts
 from autopar.certificate.marks import check_capture, check_request, identity, of_stages
-from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.multiplier_proof import StoredMultipliers, check_proof
 from autopar.certificate.over_cuts import PipelineFigures, Unfolded, least_over_cuts
 from autopar.certificate.rank_schedules import (
     actions_of,
@@ -56,7 +56,7 @@ from autopar.emit import emit, returned_of
 from autopar.emit.context import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
 from autopar.plans import Pipeline, Plan
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.stages import Cut, cut_trace, seams, usable_points
 
@@ -217,14 +217,16 @@ def _unfold_part(
     pipeline: Pipeline,
     profile: HardwareProfile,
     constraints: Sequence[Constraint],
-) -> tuple[Unfolded, Stored]:
+) -> tuple[Unfolded, StoredMultipliers]:
     """Return the least seconds of the parts of a microbatch on one kind of device, from the
     multipliers in the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
     points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
     forced = resolve(part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
-    forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
+    forced = replace(
+        forced, named=replace(forced.named, separate=forced.named.separate | sewn.readers)
+    )
     priced = price(
         part,
         classes_of(part, mesh.shape, forced),
@@ -236,10 +238,14 @@ def _unfold_part(
         num_microbatches=pipeline.num_microbatches,
         exposed=sewn.exposed,
     )
-    stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
+    stored = StoredMultipliers(
+        part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates)
+    )
     ways = PipelineFigures(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
     return (
-        Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}),
+        Unfolded(
+            ways, stored.prices(), {v: found.made_s for v, found in stored.versions().items()}
+        ),
         stored,
     )
 
@@ -270,11 +276,11 @@ class _Stages:
 
     whole: Trace
     part: Trace
-    made: Cut
+    cut: Cut
     plan: Plan
     pipeline: Pipeline
     hardware: Hardware
-    returned: Returned
+    returned: ReturnedOutputs
 
     def certificates(self) -> list[Certificate]:
         """Certify each stage on its own devices.
@@ -293,7 +299,7 @@ class _Stages:
         storage: dict[str, Layout] = dict(forced.storage)
         certificates = []
         for number, (trace, staged) in enumerate(
-            zip(self.made.stages, pipeline.stages, strict=True)
+            zip(self.cut.stages, pipeline.stages, strict=True)
         ):
             profile = profile_of(self.hardware, pipeline.axis, number)
             here = replace(
@@ -306,7 +312,7 @@ class _Stages:
             storage |= {
                 p.name: _storage_layout(chosen, p.name)
                 for p in trace.parameters
-                if p.name in self.made.shared
+                if p.name in self.cut.shared
             }
         return certificates
 
@@ -366,7 +372,7 @@ class _Stages:
 
 
 def _check_schedule(
-    plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned
+    plan: Plan, pipeline: Pipeline, part: Trace, returned: ReturnedOutputs
 ) -> Iterator[Finding]:
     """Yield a finding if the schedule does not wait for a value that it needs, or if outputs cannot
     be returned as the plan states."""

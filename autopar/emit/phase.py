@@ -29,7 +29,7 @@ from autopar.emit.context import (
     CALLS,
     CAST,
     LoweringContext,
-    Moved,
+    MovedTensor,
     Ref,
     buffer_key,
     input_key,
@@ -234,7 +234,7 @@ class PhaseBuilder:
 
     def _runs_again(self, node: fx.Node) -> bool:
         """Return whether backward recomputes a node of forward."""
-        return node.op == "call_function" and node.meta["key"] in self.job.index.again
+        return node.op == "call_function" and node.meta["key"] in self.job.index.recomputed
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
         """Return the node of a tensor in a layout. Emit the nodes that it depends on.
@@ -330,7 +330,7 @@ class PhaseBuilder:
             source = add_call(self.graph, _cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = add_call(self.graph, target, (source, *args), self._length(ref, step))
-        moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
+        moved = MovedTensor(self.phase, key, result, self.job.shape(ref), step.source, step.target)
         node.meta.update(
             meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
         )
@@ -370,7 +370,7 @@ class PhaseBuilder:
         if node.target is operator.getitem:
             self._alias(node, again)
             return
-        strategy = (self.job.index.again if again else self.job.index.chosen)[key]
+        strategy = (self.job.index.recomputed if again else self.job.index.chosen)[key]
         refs = _reads(node)
         # the reader of this cast accumulates the operand of the cast directly
         if any(at.uncast for at in strategy.outputs):
@@ -426,7 +426,7 @@ class PhaseBuilder:
 
     def _alias(self, node: fx.Node, again: bool) -> None:
         """Record the result of a getitem node of the trace, which is a result of its operand."""
-        strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
+        strategy = (self.job.index.recomputed if again else self.job.index.chosen)[node.meta["key"]]
         source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
         self.define((node.name, 0), strategy.outputs[0], source)
 

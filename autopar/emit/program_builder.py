@@ -28,7 +28,7 @@ from autopar.emit.context import (
     CALLS,
     CAST,
     LoweringContext,
-    Moved,
+    MovedTensor,
     PlanIndex,
     TensorKey,
     buffer_key,
@@ -44,7 +44,7 @@ from autopar.emit.phase import PhaseBuilder
 from autopar.errors import ChangedPlanError, Where
 from autopar.kernels.collectives import sum_dtype
 from autopar.plans import Communication, Plan
-from autopar.program.executor import Returned, is_returned
+from autopar.program.executor import ReturnedOutputs, is_returned
 from autopar.program.program import (
     Count,
     LazyGraphModule,
@@ -103,7 +103,7 @@ def _check_strategies(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates
     uncast = addable_uncast(trace) if accumulates else {}
     for node in trace.graph.nodes:
         if node.op == "call_function":
-            for choices in (index.chosen, index.again):
+            for choices in (index.chosen, index.recomputed):
                 if node.meta["key"] in choices:
                     _check_strategy(
                         node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast
@@ -172,7 +172,10 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
     unchecked = dict(index.own)
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
-        for phase, choices in ((node.meta.get("phase"), index.chosen), ("backward", index.again)):
+        for phase, choices in (
+            (node.meta.get("phase"), index.chosen),
+            ("backward", index.recomputed),
+        ):
             if (
                 node.op == "call_function"
                 and key in choices
@@ -359,7 +362,7 @@ class _GraphBuilder:
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)
             node = add_call(self.graph, call, (node, *args), self._length(each.p, step))
-            moved = Moved(
+            moved = MovedTensor(
                 PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target
             )
             node.meta.update(
@@ -564,7 +567,7 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     return Microbatches(how.num, how.inputs, outputs, loss, tuple(counts))
 
 
-def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
+def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> ReturnedOutputs:
     """Return the outputs that a call of several stages returns.
 
     Args:
@@ -573,4 +576,6 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     """
     microbatches = microbatches_of(part, how)
     tensors = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
-    return Returned(tensors, microbatches, waits=not any(o.is_loss for o in part.differentiable))
+    return ReturnedOutputs(
+        tensors, microbatches, waits=not any(o.is_loss for o in part.differentiable)
+    )

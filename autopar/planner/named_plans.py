@@ -32,7 +32,7 @@ from autopar.errors import ConstraintError
 from autopar.planner.candidates import Candidate
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
-from autopar.planner.solving import Solving
+from autopar.planner.solving import ProblemSolver
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Plan
 from autopar.sharding import ClusterClass, Forced, LabelRow, Named, Walks, resolve_named
@@ -113,7 +113,7 @@ class NamedPlans:
                 named = resolve_named(self.trace, plans, self.mesh, self._walks)
         except ConstraintError:  # the plans do not apply to this model
             return {}
-        if named.apart:
+        if named.separate:
             return {}
         excluded = excluded_by(priced, named)
         holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in excluded.items())
@@ -194,7 +194,7 @@ class NamedComparison:
     """
 
     emitter: Emitter
-    solving: Solving
+    solving: ProblemSolver
     groups: LayerGroups
     best: Candidate
 

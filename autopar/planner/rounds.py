@@ -21,21 +21,29 @@ to the next one. It decides from the state, the options and the remaining time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 
+from autopar.capture.trace import Trace
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
-from autopar.planner.learned_moments import LayerGroups, Learnt, starts_of
+from autopar.planner.learned_moments import LayerGroups, LearnedMoments, starts_of
 from autopar.planner.min_memory import Need, low_memory_plans, prefer_fastest, refusal
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
-from autopar.planner.solving import Solving
-from autopar.sharding import Starts
+from autopar.planner.solving import ProblemSolver
+from autopar.sharding import (
+    ClusterClass,
+    Forced,
+    Starts,
+    combine_groupings,
+    frozen_starts,
+    split_by_layers,
+)
 from autopar.solve import Least, quickest
 
 _ROUNDS = 12  # each finds a plan that fits, or adds the moments at which its plan did not
@@ -93,6 +101,31 @@ class SearchState:
     was_regrouped: bool = False
 
 
+def price_by_groups(
+    trace: Trace,
+    classes: Sequence[ClusterClass],
+    forced: Forced,
+    price_classes: Callable[..., Priced],
+) -> Callable[[Starts], Priced]:
+    """Return a function that prices a problem with layers in groups that begin at given starts.
+
+    Args:
+        trace: the trace of the model, or of one of its stages.
+        classes: its classes of clusters.
+        forced: the resolved constraints.
+        price_classes: `autopar.cost.price` with all arguments but the classes and `forced`.
+    """
+    ends = frozen_starts(trace)
+
+    def price_groups(starts: Starts) -> Priced:
+        """Price the problem with these groups. Frozen and trained layers are always separate."""
+        starts = combine_groupings(ends, starts)
+        grouped = split_by_layers(classes, starts)
+        return price_classes(grouped, forced=replace(forced, starts=starts))
+
+    return price_groups
+
+
 @dataclass
 class PlannerLoop:
     """Searches for the best plan of one trace.
@@ -103,7 +136,7 @@ class PlannerLoop:
         limit_s: exclusive upper limit of the step, in seconds. A slower plan may be returned
             without further work on it.
         named: the named plans to compare with; None for none.
-        whole: whether layers are never grouped beyond `pricing`.
+        never_regroups: whether layers are never grouped beyond `pricing`.
         regions: as in `SearchState`.
     """
 
@@ -111,13 +144,13 @@ class PlannerLoop:
     pricing: Callable[[Starts], Priced]
     limit_s: float = math.inf
     named: NamedPlans | None = None
-    whole: bool = False
+    never_regroups: bool = False
     regions: frozenset[int] | None = None
-    _solving: Solving = field(init=False)
+    _solving: ProblemSolver = field(init=False)
 
     def __post_init__(self) -> None:
         self.options, self.clock = self.emitter.options, self.emitter.clock
-        self._solving = Solving(self.options, self.emitter.peaks.stage_cache)
+        self._solving = ProblemSolver(self.options, self.emitter.peaks.stage_cache)
 
     def find_best(self) -> Candidate:
         """Search for the fastest plan that fits.
@@ -130,7 +163,7 @@ class PlannerLoop:
             InfeasibleError: if no plan that fits was found.
             TooSlow: if the bound is not below `limit_s`.
         """
-        effort = Effort.WHOLE if self.whole else Effort.MIXED
+        effort = Effort.WHOLE if self.never_regroups else Effort.MIXED
         state = SearchState(
             SearchPhase.ASK, self.ungrouped_layers, self.regions, self.limit_s, effort
         )
@@ -456,4 +489,4 @@ def _take_proof(groups: LayerGroups, choices: Solution) -> LayerGroups:
 
 def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
     """Add moments whose reserves were learned from plans with other groups."""
-    return replace(groups, learnt=Learnt.from_reserves(groups.learnt.liveness, reserves))
+    return replace(groups, learnt=LearnedMoments.from_reserves(groups.learnt.liveness, reserves))

@@ -85,7 +85,7 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], L
     return local
 
 
-def _drawn(site: Site) -> Local:
+def _draw_part(site: Site) -> Local:
     """Set the shape of the part, and its window in the full tensor."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
@@ -100,20 +100,11 @@ def _attention(query: int) -> Callable[[Site], Local]:
 
     def local(site: Site) -> Local:
         """Set the arguments that the layout of the queries requires."""
-        (q, k), (shape, shared) = (
-            site.strategy.inputs[query : query + 2],
-            (site.call.inputs[i].shape for i in (query, query + 1)),
-        )
-        changes: dict[str, Any] = {}
+        q, shape = site.strategy.inputs[query], site.call.inputs[query].shape
+        changes = site.heads_read(query)
         if argument(site.call, "is_causal", False) and q.splitters(2):
             changes["q_start"] = site.start(q, shape[2], 2)
             changes |= {"mirrored_in": shape[2]} if q.is_mirrored(2) else {}
-        if q.splitters(1) != k.splitters(1):
-            changes["heads"] = (
-                site.start(q, shape[1], 1),
-                site.start(k, shared[1], 1),
-                shape[1] // shared[1],
-            )
         return site.change(**changes)
 
     return local
@@ -225,7 +216,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **dict.fromkeys(dispatch.TOKENS, dispatch.local),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
-    **{op: _drawn for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
+    **{op: _draw_part for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
     **{op: _mean_loss(0) for op in LOSSES},
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from autopar.program.executor import Unused
+from autopar.program.executor import UnusedGradients
 from autopar.program.program import Microbatches, Program, ProgramTensor
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
@@ -24,7 +24,7 @@ from autopar.runtime.loss_scaling import Backwards, computes_in_fp16
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all
 from autopar.runtime.rank_consistency import check_tangents
-from autopar.runtime.tensor_guards import Watched
+from autopar.runtime.tensor_guards import WatchedTensors
 
 # --------------------------------------------------------------------------------------------------
 # Communication between the ranks of a pipeline once per step: gradients of parameters that several
@@ -257,7 +257,7 @@ class StageCalls:
         works: the work of each stage of this rank, by the index of the stage.
         how: the microbatches, with their weights bound to this rank.
         kept: the outputs of the batch that a call returns.
-        held: the parameters of this rank.
+        parameters: the parameters of this rank.
         storages: the storage of parameters and buffers, by name.
         world: the whole mesh.
     """
@@ -268,15 +268,15 @@ class StageCalls:
         works: Mapping[int, StageWork],
         how: Microbatches,
         kept: Sequence[ProgramTensor],
-        held: Sequence[ProgramTensor],
+        parameters: Sequence[ProgramTensor],
         storages: Mapping[str, Storage],
         world: DeviceMesh,
     ) -> None:
-        self.exchange, self.how, self.kept, self.held = exchange, how, kept, held
+        self.exchange, self.how, self.kept, self.parameters = exchange, how, kept, parameters
         self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
         self.backwards = Backwards()
-        self._unused: dict[frozenset[str], Unused] = {}
+        self._unused: dict[frozenset[str], UnusedGradients] = {}
 
     @property
     def program(self) -> Program:
@@ -417,7 +417,7 @@ class StageCalls:
         with torch.no_grad():  # instead of `detach`, which fails under torch.inference_mode
             locals = {
                 t.name: self._storages[t.name].local(p)
-                for p, t in zip(parameters, self.held, strict=True)
+                for p, t in zip(parameters, self.parameters, strict=True)
             }
         changed: set[str] = set()
         for work in works.values():
@@ -479,12 +479,12 @@ class StageCalls:
                 sums[name] = sums[name].add_(gradient) if name in sums else gradient
         if not keep:
             return []
-        for t, parameter in zip(self.held, parameters, strict=True):
+        for t, parameter in zip(self.parameters, parameters, strict=True):
             if t.name in self.exchange.shared and t.name not in sums:  # zero on this stage
                 with torch.no_grad():
                     sums[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
         self.exchange.add_shared(sums)
-        return [sums.get(t.name) for t in self.held if t.has_gradient]
+        return [sums.get(t.name) for t in self.parameters if t.has_gradient]
 
     def wrap_gradients(
         self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()
@@ -498,15 +498,15 @@ class StageCalls:
         Returns:
             One gradient per parameter of this rank; None for a parameter without a gradient.
         """
-        named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
+        named = zip((t.name for t in self.parameters if t.has_gradient), gradients, strict=True)
         by_name = {name: gradient for name, gradient in named if name not in without}
-        shown = [(t.name, by_name.get(t.name)) for t in self.held]
+        shown = [(t.name, by_name.get(t.name)) for t in self.parameters]
         return [
             None if gradient is None else hold_value(self._storages[name].wrap(gradient))
             for name, gradient in shown
         ]
 
-    def find_unused(self, absent: frozenset[str]) -> Unused:
+    def find_unused(self, absent: frozenset[str]) -> UnusedGradients:
         """Return the parameters and transfers that affect only outputs on which the loss does not
         depend.
 
@@ -514,7 +514,7 @@ class StageCalls:
             absent: the names of these outputs.
         """
         if absent not in self._unused:
-            self._unused[absent] = Unused.of(self.program, absent)
+            self._unused[absent] = UnusedGradients.of(self.program, absent)
         return self._unused[absent]
 
     def watched_of(
@@ -522,7 +522,7 @@ class StageCalls:
         works: Mapping[int, StageWork],
         parameters: Sequence[Tensor],
         outputs: Mapping[str, Tensor],
-    ) -> Watched:
+    ) -> WatchedTensors:
         """Watch the tensors that the user holds and backward reads.
 
         Args:
@@ -530,16 +530,18 @@ class StageCalls:
             parameters: the parameters of this rank.
             outputs: the outputs of the call, by name.
         """
-        watched = Watched()
+        watched = WatchedTensors()
         for work in works.values():
             watched.watch(
                 [*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())],
                 work.saved_values(),
             )
-        watched.follow(zip((f"parameter {t.name!r}" for t in self.held), parameters, strict=True))
+        watched.follow(
+            zip((f"parameter {t.name!r}" for t in self.parameters), parameters, strict=True)
+        )
         return watched
 
-    def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
+    def check_returned(self, tangents: Sequence[Tensor | None], watched: WatchedTensors) -> None:
         """Check that no tensor read by backward has changed, and that every rank computed the same
         loss.
 

@@ -26,11 +26,11 @@ from autopar.kernels.collectives import add_to
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.rules import is_strategy
-from autopar.validation.communication_steps import KINDS, MoveError, cast, move, pack, unpack
+from autopar.validation.communication_steps import MoveError, cast, move, pack, unpack
 from autopar.validation.op_calls import differences, expected_call, matches, node_operands, place_of
 from autopar.validation.op_law import Verdict, judge
 from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified_error
-from autopar.validation.traced import Traced
+from autopar.validation.traced import TracedModel
 
 # --------------------------------------------------------------------------------------------------
 # States of kernels that combine a product with a collective: the states of one after the other.
@@ -39,20 +39,20 @@ from autopar.validation.traced import Traced
 _FACTORS = 2
 
 
-class Walking(Protocol):
+class WalkState(Protocol):
     """The part of `GraphWalk` that the states of kernels need."""
 
-    traced: Traced
+    traced: TracedModel
     mesh_shape: tuple[int, ...]
     chosen: Mapping[str, Strategy]
-    again: Mapping[str, Strategy]
+    recomputed: Mapping[str, Strategy]
     env: dict[fx.Node, Any]
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
         """Return the state of a traced node's results, after checking its strategy."""
 
 
-def product_states(walk: Walking, node: fx.Node) -> State | Several:
+def product_states(walk: WalkState, node: fx.Node) -> State | Several:
     """Return the states of the results of a kernel's node."""
     origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
@@ -62,16 +62,16 @@ def product_states(walk: Walking, node: fx.Node) -> State | Several:
     return _state_normed(walk, node, origin, strategy)
 
 
-def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
+def _planned_strategy(walk: WalkState, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     """Return a traced node and its planned strategy. For a recomputed node, this is the strategy of
     the recomputation."""
-    again = walk.again.get(key) if node.meta.get("recomputed") else None
+    again = walk.recomputed.get(key) if node.meta.get("recomputed") else None
     if key not in walk.traced.by_key or key not in walk.chosen:
         raise MoveError(f"the model or the plan has no {key}")
     return walk.traced.by_key[key], again or walk.chosen[key]
 
 
-def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_gathered(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     args: tuple[Any, ...] = node.args
     a, b, equation, operand, over = args
     moved = walk.env[(a, b)[operand]]
@@ -82,7 +82,7 @@ def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Str
     return Several((gathered, product))
 
 
-def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
+def _state_scattered(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
     args: tuple[Any, ...] = node.args
     a, b, addend, equation, over = args
     others = node.meta["kernel"].others
@@ -98,7 +98,7 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     return move(walk.traced, summed, "reduce_scatter", settings, None, walk.mesh_shape)
 
 
-def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_normed(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     args: tuple[Any, ...] = node.args
     a, b, residual, weight, equation, over, norm_settings = args
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
@@ -116,7 +116,7 @@ def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strat
     return Several((total, squares, norm))
 
 
-def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -> State:
+def _state_added(walk: WalkState, node: fx.Node, key: str, one: Any, other: Any) -> State:
     """Return the state of a sum of two states, in either order."""
     origin, strategy = _planned_strategy(walk, node, key)
     first = walk.traced.reads(origin)[0]
@@ -127,7 +127,7 @@ def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -
 
 
 def _state_of_result(
-    walk: Walking, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
+    walk: WalkState, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
 ) -> State:
     """Return the state of a traced node's result after checking the states of its operands."""
     refs = walk.traced.reads(origin)
@@ -146,7 +146,7 @@ def _state_of_result(
 
 
 def _product(
-    walk: Walking,
+    walk: WalkState,
     node: fx.Node,
     origin: fx.Node,
     strategy: Strategy,
@@ -185,18 +185,18 @@ class GraphWalk:
         mesh_shape: sizes of the mesh axes.
         phase: name of the graph.
         chosen: key → planned strategy.
-        again: key → planned strategy of the recomputation in backward.
+        recomputed: key → planned strategy of the recomputation in backward.
         gradients: parameter → its gradient, and the values of which the gradient is a cast.
         env: node → state, for the nodes so far.
         how: number of nodes by kind of justification.
         open: keys of nodes whose strategy only the op's rule supports.
     """
 
-    traced: Traced
+    traced: TracedModel
     mesh_shape: tuple[int, ...]
     phase: str
     chosen: Mapping[str, Strategy]
-    again: Mapping[str, Strategy]
+    recomputed: Mapping[str, Strategy]
     gradients: Mapping[str, tuple[Ref, tuple[Ref, ...]]] = field(default_factory=dict)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     how: Counter[str] = field(default_factory=Counter)
@@ -242,9 +242,9 @@ class GraphWalk:
         for target, rule in self._rules().items():
             if node.target is target:
                 return rule(node)
-        if node.target in KINDS:
+        if node.target in steps.KIND_OF:
             x, *settings = steps.positional(node)
-            return self._move(self.env[x], KINDS[node.target], settings, node)
+            return self._move(self.env[x], steps.KIND_OF[node.target], settings, node)
         if node.target in KERNELS:
             return product_states(self, node)
         return self._compute(node)
@@ -288,7 +288,7 @@ class GraphWalk:
             raise MoveError("it waits for a collective that was not started with these settings")
         if [user.target for user in source.users] != [steps.finish]:
             raise MoveError("other nodes also read the result of the start")
-        return flying.made
+        return flying.result
 
     def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)
@@ -308,7 +308,7 @@ class GraphWalk:
         origin = self.traced.by_key.get(key)
         if origin is None or (self._passes_on(node) and not self._reads_as(node, origin)):
             return self._passed_on(node)
-        strategies = self.again if node.meta.get("recomputed") else self.chosen
+        strategies = self.recomputed if node.meta.get("recomputed") else self.chosen
         if key not in strategies:
             raise MoveError("the plan has no strategy for it")
         return self.result_of(node, origin, strategies[key])

@@ -354,17 +354,17 @@ PROGRAMS: dict[str, Program] = {
             Net("beside"),
         ),
     ),
-    "runtime/tensor_guards.py Watched.check 0": Program(
+    "runtime/tensor_guards.py WatchedTensors.check 0": Program(
         of_module(_change_parameter(False)),
         "run backward before optimizer.step()",
         of_module(_change_parameter(True)),
     ),
-    "runtime/tensor_guards.py Watched.check 0 | clone": Program(
+    "runtime/tensor_guards.py WatchedTensors.check 0 | clone": Program(
         of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
         "change a clone of an input",
         of_module(_change_clone),
     ),
-    "runtime/tensor_guards.py Watched.watch 0": Program(
+    "runtime/tensor_guards.py WatchedTensors.watch 0": Program(
         of_module(_inference(False)),
         "clone it outside torch.inference_mode",
         of_module(_inference(True)),
@@ -438,7 +438,7 @@ PROGRAMS: dict[str, Program] = {
         "run backward before anything changes the tensor",
         _scale_loss(False),
     ),
-    "runtime/scheduled_calls.py ScaledStep._again 0": Program(
+    "runtime/scheduled_calls.py ScaledStep._run_again 0": Program(
         _scale_loss(False, noise=True),
         "set pm.loss_scale = scaler.get_scale() before the first call",
         _scale_loss(True, noise=True),

@@ -20,7 +20,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import LeastStep, Parts, least_step
-from autopar.planner.pipeline.lagrangian import Parting
+from autopar.planner.pipeline.lagrangian import UnitLagrangian
 from autopar.planner.pipeline.unfold import Instance, Instances
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.sharding import Forced, Ref, classes_of, resolve
@@ -50,7 +50,7 @@ _MIN_SHARE = 1e-3  # equal units that together take a smaller share of all units
 class UnitPrograms:
     """The integer programs of units, given the bounds of their parts."""
 
-    parting: Parting
+    parting: UnitLagrangian
     parts: Parts
     time_limit_s: float
     _members: list[list[Instance]] = field(init=False)
@@ -58,7 +58,7 @@ class UnitPrograms:
 
     def __post_init__(self) -> None:
         self._members = [[] for _ in self.parts.units]
-        for instance in self.parting.instances.found:
+        for instance in self.parting.instances.instances:
             self._members[instance.unit].append(instance)
         self._inside = self._tensors_of_one_unit()
 
@@ -102,13 +102,13 @@ class UnitPrograms:
         with_kernels = {v for v, _ in parting.kernels}
         several = {
             ref
-            for i in instances.found
+            for i in instances.instances
             if i.alone
             for ref in (*i.results, *(ref for _, ref in i.operands))
         }
         several |= instances.hidden | instances.everywhere
         refs = set[Ref]()
-        for instance in instances.found:
+        for instance in instances.instances:
             if any(name in parting.exposed for name, _ in instance.results):
                 continue  # backward of a stage that ends here may not recompute it
             for ref in instance.results:
@@ -198,7 +198,7 @@ class UnitPrograms:
             regions=(),
         )
         return PricedPart(
-            unit_problem, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
+            unit_problem, frozenset(n for n, i in enumerate(mine) if i.recomputable), tuple(further)
         ), beside_s
 
     def _is_priced(self, ref: Ref) -> bool:
@@ -217,7 +217,7 @@ def spread(instances: Instances) -> Spread:
     times: list[list[float]] = [[] for _ in problem.ops]
     group_counts: list[Counter[int]] = [Counter() for _ in problem.variants]
     read: list[list[Counter[int]]] = [[Counter() for _ in v.uses] for v in problem.variants]
-    for instance in instances.found:
+    for instance in instances.instances:
         mine = groups[instance.op]
         group = mine.setdefault(_key(instances, instance), len(mine))
         times[instance.op] += [0.0] * (group + 1 - len(times[instance.op]))
@@ -282,7 +282,9 @@ class Pipelines:
 
 def part_constraints(forced: Forced, seams: Seams) -> Forced:
     """Add the restriction that no cluster crosses a border to the constraints."""
-    return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
+    return replace(
+        forced, named=replace(forced.named, separate=forced.named.separate | seams.readers)
+    )
 
 
 @dataclass(frozen=True)
@@ -340,13 +342,15 @@ def prove_bound(
 
 def _relax_parts(
     priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
-) -> Parting:
+) -> UnitLagrangian:
     """Relax the problem of the whole model on one kind of device, and divide it into parts."""
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relax_problem(priced.problem, time_limit_s, spread(instances))
-    kernels = in_any_stage(ways.trace, priced, {i.op for i in instances.found if i.again})
-    return Parting(
+    kernels = in_any_stage(
+        ways.trace, priced, {i.op for i in instances.instances if i.recomputable}
+    )
+    return UnitLagrangian(
         instances,
         ways.num_units,
         ways.mesh_shape,
@@ -357,7 +361,7 @@ def _relax_parts(
     )
 
 
-def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
+def _by_stage(partings: Sequence[UnitLagrangian], ways: Pipelines) -> Iterator[Parts]:
     """Generate the units of each stage and the borders to the next stage. The last stage gets
     borders to an equal stage, which are not used."""
     known: dict[object, Parts] = {}

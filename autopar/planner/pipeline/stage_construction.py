@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
@@ -30,7 +31,7 @@ from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need, prefer_fastest
-from autopar.planner.pipeline.assemble import Sharing, join_stages, neediest
+from autopar.planner.pipeline.assemble import RankBudgets, join_stages, neediest
 from autopar.planner.pipeline.cuts import LeastStep
 from autopar.planner.pipeline.pipeline_bound import (
     Pipelines,
@@ -54,17 +55,13 @@ from autopar.planner.pipeline.stage_memory_bound import (
 from autopar.planner.pipeline.stage_units import one_stage, reweigh_units, units_of
 from autopar.planner.pipeline.step_schedule import least_time, step_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
-from autopar.planner.rounds import PlannerLoop
+from autopar.planner.rounds import PlannerLoop, price_by_groups
 from autopar.planner.search import Planned, finish_search, needs
 from autopar.request import UNLIMITED
 from autopar.sharding import (
     Forced,
-    Starts,
     classes_of,
-    combine_groupings,
-    frozen_starts,
     resolve,
-    split_by_layers,
 )
 from autopar.solve import evaluate_choices, shortage, solve
 from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
@@ -211,8 +208,8 @@ class Stages:
     """The plans of all stages, their cut, and the memory of their ranks."""
 
     plans: tuple[Planned, ...]
-    made: Cut
-    sharing: Sharing
+    cut: Cut
+    sharing: RankBudgets
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -228,7 +225,7 @@ class StagedSearch:
     clock: Clock
     limit_s: float = math.inf
     forced: tuple[Forced, ...] = field(init=False)  # per stage
-    sharing: Sharing = field(init=False)
+    sharing: RankBudgets = field(init=False)
     stage_cache: StageCache = field(default_factory=StageCache)
     is_light: bool = False  # whether stages should need little memory
     _lacking: dict[int, int] = field(
@@ -251,7 +248,7 @@ class StagedSearch:
             InfeasibleError: if a stage does not fit.
             TooSlow: if no plan beats `limit_s`.
         """
-        request, choice, uncut = self.request, CutChoice(self.request), self._whole()
+        request, choice, uncut = self.request, CutChoice(self.request), self._solve_uncut()
         first, best = self._first(uncut, choice)
         tried = {first}
         for _ in range(_ROUNDS if request.pipelined.cuts is None and request.num_stages > 1 else 0):
@@ -268,7 +265,7 @@ class StagedSearch:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
                 first, best = further, other
-        return join_stages(request, uncut, first, best.plans, best.made, best.sharing, self.clock)
+        return join_stages(request, uncut, first, best.plans, best.cut, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """Plan the requested cuts, or the best cuts whose stages fit.
@@ -341,7 +338,7 @@ class StagedSearch:
         fits, the one that needs least; None if none was found."""
         request = self.request
         self.is_light, self.limit_s = True, math.inf
-        uncut = self._whole()
+        uncut = self._solve_uncut()
         with self.clock.phase("least"):
             least = self._prove_need()[1]
         ways = [] if least is None else [least]
@@ -359,12 +356,12 @@ class StagedSearch:
                 continue
             plans.append(
                 join_stages(
-                    request, uncut, cuts, stages.plans, stages.made, stages.sharing, self.clock
+                    request, uncut, cuts, stages.plans, stages.cut, stages.sharing, self.clock
                 )
             )
         return prefer_fastest(plans, needs)
 
-    def _whole(self) -> UncutSolution:
+    def _solve_uncut(self) -> UncutSolution:
         """Plan the whole model without stages (step 1)."""
         return solve_uncut(self.request, self.forced, self.clock, self.limit_s)
 
@@ -433,31 +430,25 @@ class StagedSearch:
             request.in_flight[number],
         )
 
-        ends = frozen_starts(stage)
-
-        def price_groups(starts: Starts) -> Priced:
-            """Price the stage's problem with groups of layers that begin at these starts."""
-            starts = combine_groupings(ends, starts)
-            return price(
-                stage,
-                split_by_layers(classes, starts),
-                request.stage_mesh,
-                profile,
-                budget_bytes=budget,
-                optimizer=request.options.optimizer,
-                forced=replace(forced, starts=starts),
-                crossing=crossing,
-                num_microbatches=request.microbatching.num,
-                num_in_flight=flying,
-            )
-
+        price_classes = partial(
+            price,
+            stage,
+            mesh=request.stage_mesh,
+            profile=profile,
+            budget_bytes=budget,
+            optimizer=request.options.optimizer,
+            crossing=crossing,
+            num_microbatches=request.microbatching.num,
+            num_in_flight=flying,
+        )
         mark = request.mark(stage, profile)
         schedule = self.sharing.schedule(request.pipelined.schedule, number)
         peaks = Peaks(request.options, schedule, flying, self.stage_cache)
         emitter = Emitter(
             stage, request.stage_mesh, request.options, self.clock, mark, {}, budget, peaks
         )
-        search = PlannerLoop(emitter, price_groups, limit_s=self._stage_limit_s)
+        pricing = price_by_groups(stage, classes, forced, price_classes)
+        search = PlannerLoop(emitter, pricing, limit_s=self._stage_limit_s)
         try:
             candidate = search.find_lightest() if self.is_light else search.find_best()
             if candidate is None:
@@ -477,7 +468,7 @@ class StagedSearch:
             return math.inf
         return (self.limit_s - request.output_broadcast_s) / _least_s(request, 1.0)
 
-    def _new_sharing(self) -> Sharing:
+    def _new_sharing(self) -> RankBudgets:
         request = self.request
         devices = (
             [request.profile_of(rank).name for rank in range(len(request.budgets))]
@@ -487,7 +478,7 @@ class StagedSearch:
         num, chunks = request.num_stages, request.pipelined.chunks
         budgets, options = request.budgets, request.options
         call = request.batch_bytes, request.returned
-        return Sharing(
+        return RankBudgets(
             num,
             chunks,
             request.in_flight,
