@@ -69,7 +69,7 @@ from autopar.runtime.module_modes import (
     set_own_mode,
 )
 from autopar.runtime.optimizers import PlannedState, note_planned
-from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_agreement import announced, failures_told
 from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
@@ -410,7 +410,8 @@ class _VariantBuilder:
                 self.backend,
                 otherwise,
             )
-            made = parallel_module(order, args, kwargs, module)
+            with failures_told():
+                made = parallel_module(order, args, kwargs, module)
         made.train(training)
         made.modes = FollowedModes(None, module.modes.now, module.modes.now)
         made.only_forward = (
