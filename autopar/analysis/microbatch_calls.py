@@ -314,8 +314,8 @@ def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | No
     if target is aten.arange.default:
         counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
         return Way((Label("place", 0),)) if counts else None
-    value = _value(whole)
-    if value is None or value != _value(part):  # the value depends on the number of samples
+    value = (_value(whole),)  # in a tuple, since tuples with the same NaN are equal
+    if value == (None,) or value != (_value(part),):  # it depends on the number of samples
         return None
     return _label_shaped(whole, part, num)
 

@@ -9,6 +9,7 @@ optional operand may be empty.
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,13 +99,15 @@ class KeyedCall:
 
 
 def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> Any:
-    """Return `value` with tensors replaced by `Operand` objects, and append the tensors to
-    `found`."""
+    """Return `value` with tensors replaced by `Operand` objects and every NaN by `math.nan`, and
+    append the tensors to `found`."""
     if is_tensor(value):
         found.append(value)
         return Operand(len(found) - 1)
     if isinstance(value, list | tuple):
         return tuple(_collect(v, is_tensor, found) for v in value)
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan  # the same object, so that keys with NaN are equal
     return value
 
 

@@ -23,18 +23,41 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-_KEPT = "_autopar_kept"  # attribute of tensors whose changes are recorded
+_KEPT = "_autopar_kept"  # attribute of tensors whose changes are recorded: the parameter's id
+_OWNERS = "_autopar_owners"  # attribute of a result: the parameters that it was computed from
 _NUMBERS = "_autopar_numbers"  # attribute of a scalar: the numbers it was computed from
 _MOST_DIGITS = 6  # of a number that a script states
 
 _changes: Counter[str] = Counter()
 
 
-def keep(value: Any) -> Any:
-    """Record changes of this tensor from now on, and return it."""
+def keep(value: Any, parameter: Any = None) -> Any:
+    """Record changes of a tensor from now on, and return it.
+
+    Args:
+        value: the tensor.
+        parameter: the parameter whose gradient or data it is; None for a parameter.
+    """
     if isinstance(value, DTensor):
-        vars(value)[_KEPT] = True
+        vars(value)[_KEPT] = id(value) if parameter is None else id(parameter)
     return value
+
+
+def owners(value: Tensor) -> frozenset[int]:
+    """Return the ids of the parameters from which a tensor was computed, as far as `follow_owners`
+    was called."""
+    named = vars(value)
+    of_result: frozenset[int] | None = named.get(_OWNERS)
+    if of_result is not None:
+        return of_result
+    return frozenset([named[_KEPT]]) if _KEPT in named else frozenset()
+
+
+def follow_owners(result: DTensor, args: Iterable[Any]) -> None:
+    """Remember the parameters from which a result was computed."""
+    if not owners(result):
+        found = frozenset[int]().union(*(owners(x) for x in args if isinstance(x, DTensor)))
+        vars(result)[_OWNERS] = found
 
 
 def recorded() -> Counter[str]:

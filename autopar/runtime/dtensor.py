@@ -84,15 +84,14 @@ class HeldTensor(DTensor):
         kwargs, name = kwargs or {}, func.__name__
         if name in ACCESS:
             return _access_attribute(func, args, kwargs)
+        if name in _SUMS and has_stages():
+            _refuse_sum_of_stage(args)
         if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
             with announced(f"computes {name.strip('_')} over the values of all ranks", mesh):
                 result = cls._run_function(func, types, args, kwargs)
         else:
             result = cls._run_function(func, types, args, kwargs)
-        if written := written_by(func, args, kwargs):
-            changes.record(name, written, args, kwargs)
-        elif type(result) is HeldTensor and result._spec.ndim == 0:
-            changes.follow(result, args, kwargs)
+        _record(func, result, args, kwargs)
         return result
 
     @classmethod
@@ -342,7 +341,7 @@ def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
     with DisableTorchFunctionSubclass():
         value = hold_value(func(*args, **kwargs))
     if attribute in ("grad", "data"):
-        changes.keep(value)
+        changes.keep(value, args[0])
     if isinstance(value, DTensor) and attribute in VIEW_ATTRIBUTES:
         return _record_origins(value, func, args, kwargs)
     return value
@@ -424,6 +423,45 @@ def _refuse_one_stage(name: str, leaves: list[Tensor]) -> None:
                 " once; pm.clip_grad_norm_(float('inf')) returns the norm"
             ),
         )
+
+
+def _record(func: Any, result: Any, args: Any, kwargs: Any) -> None:
+    """Record what a function changed, and from what it computed its result."""
+    if written := written_by(func, args, kwargs):
+        changes.record(func.__name__, written, args, kwargs)
+    elif type(result) is HeldTensor and result._spec.ndim == 0:
+        changes.follow(result, args, kwargs)
+    if type(result) is HeldTensor and has_stages():
+        changes.follow_owners(result, args)
+
+
+_SUMS = frozenset(
+    ("add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_")
+)
+
+
+def _refuse_sum_of_stage(args: Any) -> None:
+    """Raise RuntimeStateError for a sum of scalars that follow from different parameters of one
+    stage, or of such a scalar and a loss."""
+    scalars = [x for x in args if isinstance(x, Tensor) and not _shape_of(x)]
+    held = [x for x in scalars if type(x) is HeldTensor and is_of_one_stage(x._spec.mesh)]
+    if not held or len(scalars) < 2:
+        return
+    of_parameters = {found for x in held if (found := changes.owners(x))}
+    with_loss = any(type(x) is not HeldTensor and x.requires_grad for x in scalars)
+    if len(of_parameters) + with_loss > 1:
+        raise RuntimeStateError(
+            "a sum of values of several parameters or gradients, or of such a value and a loss,"
+            " would only include those of this rank's stage",
+            remedy=(
+                "compute the term in the model's forward, as a part of its loss;"
+                " pm.clip_grad_norm_(float('inf')) returns the norm of all gradients"
+            ),
+        )
+
+
+def _shape_of(x: Tensor) -> Any:
+    return x._spec.shape if isinstance(x, DTensor) else x.shape
 
 
 def _as_dtensor(value: HeldTensor, do: Any) -> Any:

@@ -82,6 +82,9 @@ QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         z.square().masked_fill(t <= 0, 0.0).sum() / (t > 0).sum()
     ),
     "chosen": lambda z, t: torch.where(t > 0, z, 0.0).sum() / (t > 0).sum(),
+    "not a number elsewhere": lambda z, t: (
+        torch.where(t > 0, z.square(), torch.nan).nan_to_num().sum() / (t > 0).sum()
+    ),
     "chosen elsewhere": lambda z, t: torch.where(t <= 0, 0.0, z).sum() / (t > 0).sum(),
     "of rows": lambda z, t: (z.square().mean(-1) * mask(t[:, 0])).sum() / mask(t[:, 0]).sum(),
     "free": lambda z, t: z.square().sum() / (t > 0).sum(),

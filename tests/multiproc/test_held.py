@@ -68,3 +68,6 @@ def test_the_norm_of_one_stage_is_refused_and_that_of_the_module_covers_all_stag
     for each in found:
         assert each["apart"] < 1e-6
         assert all("pm.clip_grad_norm_" in each[foreach] for foreach in ("None", "False"))
+        for name in ("penalty", "with a loss"):
+            assert "would only include those of this rank's stage" in each[name]
+        assert "of one" not in each

@@ -410,6 +410,16 @@ def stages(rank: int) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(made.parameters(), 0.01, foreach=foreach)
         except RuntimeStateError as refusal:
             found[str(foreach)] = str(refusal)
+    loss, weight = made(**batch).loss, next(made.parameters())
+    for name, terms in (
+        ("penalty", lambda: sum(p.square().sum() for p in made.parameters())),
+        ("with a loss", lambda: loss + weight.square().sum()),
+        ("of one", lambda: weight.grad.norm() + 0.1 * weight.norm() + weight.data.sum()),
+    ):
+        try:
+            terms()
+        except RuntimeStateError as refusal:
+            found[name] = str(refusal)
     norm = nn.utils.get_total_norm([q.grad for q in plain.parameters()])
     found["apart"] = abs(float(made.clip_grad_norm_(float("inf"))) - float(norm)) / float(norm)
     return found

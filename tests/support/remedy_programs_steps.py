@@ -423,6 +423,11 @@ PROGRAMS: dict[str, Program] = {
         "pm.clip_grad_norm_(max_norm)",
         _norm(lambda module: module.clip_grad_norm_(1.0)),
     ),
+    "runtime/dtensor.py _refuse_sum_of_stage 0": Program(
+        _norm(lambda module: sum(p.square().sum() for p in module.parameters())),
+        "compute the term in the model's forward",
+        of_module(lambda module: module(X)["loss"].backward(), Net("added")),
+    ),
     "runtime/loss_scaling.py LossScale.user_factor 0": Program(
         of_module(lambda module: setattr(module, "loss_scale", 0.0), num_microbatches=2),
         "set a positive number",
