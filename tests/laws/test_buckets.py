@@ -37,7 +37,7 @@ from autopar.errors import PlanError, VerificationError
 from autopar.kernels import collectives as steps
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.planner import Planned, PlanOptions, make_plan
-from autopar.planner.comm_schedule import Groups
+from autopar.planner.bucket_offers import Groups
 from autopar.plans import Bucket, Member, Overlap, Plan
 from autopar.program.interpreter import Ranks
 from autopar.program.lockstep import run_lockstep

@@ -21,16 +21,9 @@ from autopar.emit.overlap import Room, follows
 from autopar.kernels import collectives as steps
 from autopar.kernels.packing import into_bucket
 from autopar.planner import PlanOptions, make_plan
+from autopar.planner.bucket_offers import BucketOffers, Groups
 from autopar.planner.candidates import Candidate
-from autopar.planner.comm_schedule import (
-    _WINDOWS,
-    BucketOffers,
-    Groups,
-    Ordering,
-    Peaks,
-    _pieces,
-    _Plain,
-)
+from autopar.planner.comm_schedule import _WINDOWS, Ordering, Peaks, _pieces, _Plain
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
 from autopar.planner.timeline import simulated_s
