@@ -157,7 +157,9 @@ def _recomputation(
     }
     readers: dict[int, set[tuple[int, str]]] = {}
     for variant in problem.variants:
-        read = {(use.op, use.phase) for use in variant.uses if use.again or use.phase == "backward"}
+        read = {
+            (use.op, use.phase) for use in variant.uses if use.read_again or use.phase == "backward"
+        }
         readers.setdefault(problem.values[variant.value].op, set()).update(read)
     while (
         True

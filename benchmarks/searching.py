@@ -51,4 +51,4 @@ def searched(
     clock, recorded = Clock(lambda _: None), options.to_json(profile)
     peaks = peaks or Peaks(options)
     emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
-    return PlannerLoop(emitter, pricing, whole=whole).find_best()
+    return PlannerLoop(emitter, pricing, never_regroups=whole).find_best()

@@ -40,7 +40,7 @@ def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledE
     key = node.meta.get("key", node.name)
     place = "" if node.meta.get("module") else " (in the model's own forward)"
     message = f"the batch cannot be split into {num} microbatches: at {key}{place} {why}"
-    return CoupledError(message, where=_where(node), remedy=remedy)
+    return CoupledError(message, where=_location_of(node), remedy=remedy)
 
 
 def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
@@ -75,7 +75,7 @@ def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -
     return why, REMEDY
 
 
-def _where(node: fx.Node) -> Where:
+def _location_of(node: fx.Node) -> Where:
     """Return the place of a node, with the source line of the nearest earlier node if it has
     none."""
     near = node

@@ -184,7 +184,7 @@ def planned_for(plan: Plan) -> HardwareLike:
 # The default hardware: this machine.
 
 log = logging.getLogger("autopar")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def default_hardware(device_type: str | None = None) -> str:
@@ -253,6 +253,6 @@ def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptio
 
 
 def _warn_once(what: str, *words: str) -> None:
-    if (message := what % words) not in _told:
-        _told.add(message)
+    if (message := what % words) not in _warned:
+        _warned.add(message)
         log.warning(message)

@@ -39,7 +39,7 @@ def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
         MeshError: if there is less than one device, or the count is not a multiple of the node
             size.
     """
-    here, full_axes = _whole(devices)
+    here, full_axes = _full_axes_of(devices)
     cut = [
         [(f"{name}0", size // inner), (f"{name}1", inner)]
         for name, size in full_axes.items()
@@ -62,7 +62,7 @@ def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
 
     Arguments and errors are as in `shapes`.
     """
-    here, full_axes = _whole(devices)
+    here, full_axes = _full_axes_of(devices)
     if len(full_axes) > 1:
         return ()
     ((name, size),) = full_axes.items()
@@ -77,7 +77,7 @@ def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
     )
 
 
-def _whole(devices: Unshaped) -> tuple[int, dict[str, int]]:
+def _full_axes_of(devices: Unshaped) -> tuple[int, dict[str, int]]:
     """Return the devices per node, and the axes without a split."""
     nodes, here = _in_nodes(devices) if isinstance(devices, int) else devices
     if min(nodes, here) < 1:

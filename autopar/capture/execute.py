@@ -51,10 +51,10 @@ def _check_alike(node: fx.Node, before: torch.Tensor) -> None:
             f" {tuple(after.shape)} in the normalized graph"
         )
         remedy = "cast the operands of the op to one dtype; if the plain model runs, report it"
-        raise CaptureError(f"the op returns {results}", where=_where(node), remedy=remedy)
+        raise CaptureError(f"the op returns {results}", where=_location_of(node), remedy=remedy)
 
 
-def _where(node: fx.Node) -> Where:
+def _location_of(node: fx.Node) -> Where:
     return Where(
         op=str(node.target), module=node.meta.get("module", ""), source=node.meta.get("source", "")
     )
@@ -65,10 +65,10 @@ def _fake_call(node: fx.Node) -> Any:
         return call_node(node, lambda operand: operand.meta["val"])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if node.target is torch.ops.aten.bincount.default:
-            raise of_changing_shapes(_where(node)) from error
+            raise of_changing_shapes(_location_of(node)) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         message = f"the op cannot run on tensors without data: {reason}"
-        raise CaptureError(message, where=_where(node), remedy="use another op") from error
+        raise CaptureError(message, where=_location_of(node), remedy="use another op") from error
 
 
 def _make_viewable(node: fx.Node) -> None:

@@ -85,9 +85,9 @@ Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
 class Versions:
     """Multipliers of the versions of a tensor: layout → μ, ν and ω (seconds)."""
 
-    made: Mapping[int, float]
-    read: Mapping[int, float]
-    once: Mapping[int, float]
+    made_s: Mapping[int, float]
+    read_s: Mapping[int, float]
+    once_s: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class MemoryRow:
     """Row (6) at one point, with its λ: number of kept instances per variant, and bytes per
     strategy of some ops in addition to the stored ones."""
 
-    held: Mapping[int, int]
+    kept: Mapping[int, int]
     live: Mapping[int, Sequence[int]]
     worth_s: float
 
@@ -108,7 +108,7 @@ class _Dual:
     balance: tuple[float, float]
     versions: Mapping[int, Versions]
     x: list[Floats] = field(default_factory=list)
-    again: dict[int, Floats] = field(default_factory=dict)
+    recomputed: dict[int, Floats] = field(default_factory=dict)
     total: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class _Dual:
             share = in_forward if op.phase == "forward" else in_backward
             self.x.append(time_s - overlapped_s * (1.0 - share))
             if op.recomputable:
-                self.again[n] = time_s - overlapped_s * (1.0 - in_backward)
+                self.recomputed[n] = time_s - overlapped_s * (1.0 - in_backward)
 
     def costs(self, v: int, *, later: bool) -> Floats:
         """Return the weighted seconds of each collective of a tensor. `later` selects backward of a
@@ -184,7 +184,7 @@ def lower_bound(
         _tensor(dual, v, prices, float(saved_prices[v]))
     for n, strategies in (ruled_out or {}).items():
         dual.x[n][list(strategies)] = np.inf
-    least = [float(costs.min()) for costs in dual.again.values()]
+    least = [float(costs.min()) for costs in dual.recomputed.values()]
     return (
         dual.total
         + sum(float(costs.min()) for costs in dual.x)
@@ -200,7 +200,7 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
         dual.x[n] += per_byte * op.count * np.array([s.static_bytes for s in op.strategies], float)
     for n, sizes in row.live.items():
         dual.x[n] += per_byte * np.array(sizes, float)
-    for v, num in row.held.items():
+    for v, num in row.kept.items():
         kept[v] += per_byte * num
 
 
@@ -210,14 +210,14 @@ def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
     graph, maker, maker_layouts, reads = (
         tensor.value.graph,
         tensor.value.op,
-        tensor.made,
+        tensor.maker_layouts,
         tensor.reads,
     )
     now = {i: _prices(prices, (v, i, False), graph) for i in tensor.in_own_phase}
     for i, worth in now.items():
         dual.x[tensor.uses[i].op] += worth[reads[i]]
         dual.x[maker] -= worth[maker_layouts]
-    later = tensor.in_backward(dual.again)
+    later = tensor.in_backward(dual.recomputed)
     is_kept = bool(later) and tensor.value.phase == "forward"
     read_layouts = [reads[i] for i in tensor.in_own_phase]
     versions, worths = _versions(dual, v, maker_layouts, read_layouts if is_kept else None)
@@ -235,14 +235,14 @@ class _PricedTensor:
         v: index of its variant.
         value: its value.
         uses: its readers.
-        made: its layout, by strategy of the op that computes it.
+        maker_layouts: its layout, by strategy of the op that computes it.
         reads: the layout in which each of `uses` reads it, by strategy of that op.
     """
 
     v: int
     value: Value
     uses: Sequence[Use]
-    made: Ints
+    maker_layouts: Ints
     reads: Sequence[Ints]
 
     @staticmethod
@@ -265,7 +265,7 @@ class _PricedTensor:
         return [
             i
             for i, u in enumerate(self.uses)
-            if u.phase != self.value.phase or (u.again and u.op in recomputable)
+            if u.phase != self.value.phase or (u.read_again and u.op in recomputable)
         ]
 
 
@@ -288,17 +288,17 @@ def _kept_tensor(
         worths: μ, ν and ω in these layouts.
     """
     mu, nu, omega = worths
-    value, maker_layouts, reads = tensor.value, tensor.made, tensor.reads
+    value, maker_layouts, reads = tensor.value, tensor.maker_layouts, tensor.reads
     graph, maker = value.graph, value.op
     dual.x[maker] -= 0.0 if value.resident else mu[maker_layouts]
     for i, worth in then.items():
         again = tensor.uses[i].phase == value.phase
-        (dual.again if again else dual.x)[tensor.uses[i].op] += worth[reads[i]]
+        (dual.recomputed if again else dual.x)[tensor.uses[i].op] += worth[reads[i]]
     supplied = sum(then.values(), np.zeros(len(graph.layouts)))
     if value.resident:
         dual.x[maker] -= supplied[maker_layouts]
-    if maker in dual.again:
-        dual.again[maker] -= supplied[maker_layouts]
+    if maker in dual.recomputed:
+        dual.recomputed[maker] -= supplied[maker_layouts]
     kappa = np.zeros(len(graph.layouts))
     away = dual.away(tensor.v)
     keeping = np.minimum(per_kept_byte * np.array(graph.bytes, float) + nu + omega, away)
@@ -358,8 +358,8 @@ def _collectives(
             variant.count * share * hidden.saved_s - max(0.0, float(reduced_costs[hidden.arc]))
             for hidden in kernel.hides
         )
-        (dual.again if kernel.again else dual.x)[kernel.op][list(kernel.strategies)] -= max(
-            0.0, most
+        (dual.recomputed if kernel.recomputed else dual.x)[kernel.op][list(kernel.strategies)] -= (
+            max(0.0, most)
         )
 
 
@@ -400,9 +400,9 @@ def _versions(
         return worth
 
     return layouts, (
-        worths(known.made, layouts),
-        worths(known.read, stored),
-        worths(known.once, layouts),
+        worths(known.made_s, layouts),
+        worths(known.read_s, stored),
+        worths(known.once_s, layouts),
     )
 
 

@@ -73,7 +73,7 @@ class Facts:
         nodes: key → compute node.
         names: name of a node of the graph → its key.
         keys: all keys that a plan must list.
-        asked: forward nodes whose results backward or another stage reads, directly or through
+        needed: forward nodes whose results backward or another stage reads, directly or through
             other such nodes. If backward recomputes an op, it runs only these of its nodes.
     """
 
@@ -81,7 +81,7 @@ class Facts:
     nodes: Mapping[str, fx.Node]
     names: Mapping[str, str]
     keys: frozenset[str]
-    asked: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
 
     @staticmethod
     def of(trace: Trace, *, accumulates: bool = False) -> Facts:
@@ -246,17 +246,17 @@ class Claims:
     """The claims of a plan, by instance.
 
     Attributes:
-        chosen, again: node key → its strategy, and the strategy of its recomputation.
+        chosen, recomputed: node key → its strategy, and the strategy of its recomputation.
         steps: tensor and phase → its collectives.
         kept: tensor → layouts kept for backward.
-        own: node key and phase → the collectives inside the node.
+        inner_steps: node key and phase → the collectives inside the node.
     """
 
     chosen: Mapping[str, Strategy]
-    again: Mapping[str, Strategy]
+    recomputed: Mapping[str, Strategy]
     steps: Mapping[tuple[TensorKey, str], tuple[Communication, ...]]
     kept: Mapping[TensorKey, tuple[Layout, ...]]
-    own: Mapping[tuple[str, str], tuple[Communication, ...]]
+    inner_steps: Mapping[tuple[str, str], tuple[Communication, ...]]
 
     @staticmethod
     def of(plan: Plan) -> Claims:

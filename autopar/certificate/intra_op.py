@@ -192,11 +192,11 @@ class OwnWalk:
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each claim about these collectives that does not hold."""
-        unchecked = dict(self.claims.own)
+        unchecked = dict(self.claims.inner_steps)
         for key, node in self.facts.nodes.items():
             for phase, choices in (
                 (node.meta["phase"], self.claims.chosen),
-                ("backward", self.claims.again),
+                ("backward", self.claims.recomputed),
             ):
                 if key in choices and (
                     node.target in (ops.experts, ops.experts_backward) or (key, phase) in unchecked

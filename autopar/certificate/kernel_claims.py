@@ -269,7 +269,7 @@ class KernelWalk:
         has no strategy for it."""
         if product is None or self.facts.nodes[product.key].target is not ops.dot:
             return None
-        return (self.claims.again if kernel.again else self.claims.chosen).get(product.key)
+        return (self.claims.recomputed if kernel.again else self.claims.chosen).get(product.key)
 
     def _check_peers(self, step: Communication) -> Iterator[str]:
         """Yield a fault if compute does not wait for the collective, or if its ranks cannot access

@@ -62,9 +62,9 @@ class Moments:
     priced: Priced
     mesh_shape: tuple[int, ...]
     _position: dict[str, int] = field(default_factory=dict)
-    _asked: dict[str, float] = field(default_factory=dict)
-    _read: dict[str, float] = field(default_factory=dict)
-    _again: dict[str, float] = field(default_factory=dict)
+    _needed_at: dict[str, float] = field(default_factory=dict)
+    _read_at: dict[str, float] = field(default_factory=dict)
+    _reread_at: dict[str, float] = field(default_factory=dict)
     _last: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,9 +77,11 @@ class Moments:
             for key in keys
         }
         for node in reversed(self.trace.graph.nodes):
-            self._asked[node.name], self._read[node.name], self._again[node.name] = (
-                self._first_needed(node)
-            )
+            (
+                self._needed_at[node.name],
+                self._read_at[node.name],
+                self._reread_at[node.name],
+            ) = self._first_needed(node)
             self._last[node.name] = self._last_needed(node)
 
     def _first_needed(self, node: fx.Node) -> tuple[float, float, float]:
@@ -94,12 +96,12 @@ class Moments:
             if user.meta["phase"] == "backward":
                 read.append(self._position[user.name])
             elif _shares_memory(user):
-                read.append(self._read[user.name])
-                asked.append(self._asked[user.name])
-                through.append(self._again[user.name])
+                read.append(self._read_at[user.name])
+                asked.append(self._needed_at[user.name])
+                through.append(self._reread_at[user.name])
             elif is_recomputable:
-                asked.append(self._asked[user.name])
-                through.append(self._asked[user.name])
+                asked.append(self._needed_at[user.name])
+                through.append(self._needed_at[user.name])
         return min(*asked, *read), min(read), min(through)
 
     def _last_needed(self, node: fx.Node) -> float:
@@ -125,8 +127,8 @@ class Moments:
         """Return whether all kept versions are certainly live: no node has needed the value yet, or
         the nodes that have needed it read the only version."""
         one = len(value.graph.layouts if value.keepable is None else value.keepable) == 1
-        is_kept = self._read[name] < math.inf and (one or self._again[name] != now)
-        return now < self._asked[name] < math.inf or (now == self._asked[name] and is_kept)
+        is_kept = self._read_at[name] < math.inf and (one or self._reread_at[name] != now)
+        return now < self._needed_at[name] < math.inf or (now == self._needed_at[name] and is_kept)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
         """Return the row of a point of the step; None if there is no such point."""
@@ -158,11 +160,11 @@ class Moments:
         others = problem.num_in_flight - 1
         num_waiting = (
             {
-                v: row.held.get(v, 0) + others * variant.count
+                v: row.kept.get(v, 0) + others * variant.count
                 for v, variant in enumerate(problem.variants)
             }
             if others
-            else row.held
+            else row.kept
         )
         return MemoryRow(num_waiting, _both(row.live, sums), worth_s)
 
@@ -219,7 +221,7 @@ class Moments:
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
             if value.phase == "forward":
-                waiting = sum(now < self._asked[name] < math.inf for name, _ in refs)
+                waiting = sum(now < self._needed_at[name] < math.inf for name, _ in refs)
                 num_waiting |= {v: waiting} if waiting else {}
                 continue
             fewest = min(value.graph.bytes)

@@ -156,10 +156,9 @@ def _taus(
     (first, _, behind), (last, before, _) = (
         (np.array(column) for column in zip(*each, strict=True)) for each in (begins, ends)
     )
-    taus = np.maximum(sums[last] + before - (sums[first] - behind)[:, None], 0.0)
+    taus: np.ndarray = np.maximum(sums[last] + before - (sums[first] - behind)[:, None], 0.0)
     taus[first[:, None] >= last] = np.inf
-    taus_s: np.ndarray = taus
-    return taus_s
+    return taus
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +207,9 @@ class _Tensor:
         now: use → π, of readers in the tensor's own phase.
         later: use → π, of backward readers of a forward tensor.
         mu: μ; 0 in layouts that cannot be kept.
-        made: flags of layouts that some strategy produces.
-        wanted: flags of layouts that readers in its phase may read.
-        kept: flags of layouts that may be kept for backward.
+        outputs: flags of layouts that some strategy produces.
+        inputs: flags of layouts that readers in its phase may read.
+        keepable: flags of layouts that may be kept for backward.
         exposed: whether it may cross between stages.
         hidden: whether the backward of some stage may recompute it elsewhere, or others also read
             it.
@@ -225,9 +224,9 @@ class _Tensor:
     now: Mapping[int, Floats]
     later: Mapping[int, Floats]
     mu: Floats
-    made: Flags
-    wanted: Flags
-    kept: Flags
+    outputs: Flags
+    inputs: Flags
+    keepable: Flags
     exposed: bool
     hidden: bool
     has_unpriced: bool
@@ -260,7 +259,7 @@ class Unfolded:
     versions: Mapping[int, Mapping[int, float]]
     places: Places = field(init=False)
     x: dict[UnitPlace, Floats] = field(default_factory=dict)
-    again: dict[UnitPlace, Floats] = field(default_factory=dict)
+    recomputed: dict[UnitPlace, Floats] = field(default_factory=dict)
     units: list[float] = field(default_factory=list)
     crosses: list[dict[Ref, Crosses]] = field(default_factory=list)
 
@@ -276,13 +275,15 @@ class Unfolded:
         }
         self.units, self.crosses = [0.0] * ways.num_units, [{} for _ in range(ways.num_units - 1)]
         self._at: dict[tuple[int, int, int, str, int], Ints] = {}
-        self._kernels = in_any_stage(ways.trace, ways.priced, {p.op for p in self.places.again})
+        self._kernels = in_any_stage(
+            ways.trace, ways.priced, {p.op for p in self.places.recomputable}
+        )
         for place, share in self.places.shares.items():
             self.x[place] = share * np.array(
                 [s.time_s for s in self.problem.ops[place.op].strategies]
             )
-            if place in self.places.again:
-                self.again[place] = self.x[place].copy()
+            if place in self.places.recomputable:
+                self.recomputed[place] = self.x[place].copy()
         for v, refs in enumerate(ways.priced.refs):
             for ref in refs:
                 if ref in self.places.makers:
@@ -290,7 +291,7 @@ class Unfolded:
         self._add_alone()
         for place, costs in self.x.items():
             self.units[place.unit] += float(costs.min())
-        for place, costs in self.again.items():
+        for place, costs in self.recomputed.items():
             self.units[place.unit] += min(0.0, float(costs.min()))
 
     def _read_tensor(self, v: int, ref: Ref) -> _Tensor:
@@ -370,13 +371,13 @@ class Unfolded:
         kept.
         """
         kappa = np.where(
-            tensor.kept,
+            tensor.keepable,
             np.maximum(weigh_terms(tensor.num, tensor.terms(tensor.later)) - tensor.mu, 0.0),
             0.0,
         )
         for i, u in enumerate(self.problem.variants[tensor.variant].uses):
             at = self._layouts(tensor.value, u.op, "inputs", u.operand)
-            late = self.again if i in tensor.now else self.x
+            late = self.recomputed if i in tensor.now else self.x
             for p in tensor.reads[i]:
                 if i in tensor.now:
                     self.x[p] += tensor.now[i][at] - kappa[at]
@@ -428,10 +429,10 @@ class Unfolded:
             first = weigh_terms(tensor.num, ((mine[i], pi) for i, pi in tensor.now.items()))
             then = weigh_terms(tensor.num, ((mine[i], pi) for i, pi in tensor.later.items()))
             self.x[p] -= (
-                first + (then if tensor.value.resident else np.where(tensor.kept, then, 0.0))
+                first + (then if tensor.value.resident else np.where(tensor.keepable, then, 0.0))
             )[at]
-            if p in self.again:
-                self.again[p] -= then[at]
+            if p in self.recomputed:
+                self.recomputed[p] -= then[at]
             self.units[p.unit] += loss
 
     def _cross(self, tensor: _Tensor, losses: Sequence[float]) -> None:
@@ -485,14 +486,15 @@ class Unfolded:
         """
         graph = tensor.value.graph
         worth = np.where(
-            reach_layouts(graph, tensor.wanted | tensor.exposed, back=True), tensor.mu, 0.0
+            reach_layouts(graph, tensor.inputs | tensor.exposed, back=True), tensor.mu, 0.0
         )
         first = tensor.terms(tensor.now) + (
             [(1, np.zeros(tensor.num))] if tensor.has_unpriced else []
         )
+        later = tensor.terms(tensor.later)
         phases = (
-            (first, tensor.made, worth, costs[0]),
-            (tensor.terms(tensor.later), tensor.made | tensor.kept, np.zeros(tensor.num), costs[1]),
+            (first, tensor.outputs, worth, costs[0]),
+            (later, tensor.outputs | tensor.keepable, np.zeros(tensor.num), costs[1]),
         )
         loss, remaining_costs = 0.0, list[Floats]()
         for pis, begin, gain, seconds in phases:
@@ -522,7 +524,7 @@ class Unfolded:
                     for p in places
                     if p.op == kernel.op
                 }
-                costs = self.again if kernel.again else self.x
+                costs = self.recomputed if kernel.recomputed else self.x
                 for p in ends - self.places.alone:
                     if p in costs:
                         costs[p][[*kernel.strategies]] -= max(most, 0.0)
@@ -530,9 +532,8 @@ class Unfolded:
     def _add_alone(self) -> None:
         """Subtract the largest savings of kernels for products that several units compute
         locally."""
-        kernels = [
-            kernel for offered in self._kernels.values() for kernel in offered if not kernel.again
-        ]
+        offers = self._kernels.values()
+        kernels = [kernel for some in offers for kernel in some if not kernel.recomputed]
         for p in self.places.alone if kernels else ():
             for kernel in kernels:
                 if kernel.op == p.op:

@@ -224,7 +224,9 @@ def _unfold_part(
     points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
     forced = resolve(part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
-    forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
+    forced = replace(
+        forced, named=replace(forced.named, separate=forced.named.separate | sewn.readers)
+    )
     priced = price(
         part,
         classes_of(part, mesh.shape, forced),
@@ -239,7 +241,9 @@ def _unfold_part(
     stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
     ways = PipelineFigures(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
     return (
-        Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}),
+        Unfolded(
+            ways, stored.prices(), {v: found.made_s for v, found in stored.versions().items()}
+        ),
         stored,
     )
 
@@ -270,7 +274,7 @@ class _Stages:
 
     whole: Trace
     part: Trace
-    made: Cut
+    cut: Cut
     plan: Plan
     pipeline: Pipeline
     hardware: Hardware
@@ -293,7 +297,7 @@ class _Stages:
         storage: dict[str, Layout] = dict(forced.storage)
         certificates = []
         for number, (trace, staged) in enumerate(
-            zip(self.made.stages, pipeline.stages, strict=True)
+            zip(self.cut.stages, pipeline.stages, strict=True)
         ):
             profile = profile_of(self.hardware, pipeline.axis, number)
             here = replace(
@@ -306,7 +310,7 @@ class _Stages:
             storage |= {
                 p.name: _storage_layout(chosen, p.name)
                 for p in trace.parameters
-                if p.name in self.made.shared
+                if p.name in self.cut.shared
             }
         return certificates
 

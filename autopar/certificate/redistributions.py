@@ -36,7 +36,7 @@ class MoveWalk:
 
     Attributes:
         owner: key → its decision.
-        again: the decisions that backward may recompute.
+        recomputable: the decisions that backward may recompute.
         rests: keys of the storage of parameters, if parameters may be moved once per step.
         num_microbatches: number of microbatches that share the time of these collectives.
     """
@@ -46,7 +46,7 @@ class MoveWalk:
     mesh: Mesh
     profile: HardwareProfile
     owner: Mapping[str, int]
-    again: frozenset[int]
+    recomputable: frozenset[int]
     rests: frozenset[str] = frozenset()
     num_microbatches: int = 1
     rates: Rates = field(init=False)
@@ -126,7 +126,7 @@ class MoveWalk:
             produced if tensor.resident else set[Layout](),
             self._read_by_recomputation(tensor),
         )
-        again = self.claims.again.get(tensor.key)
+        again = self.claims.recomputed.get(tensor.key)
         sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
         read_layouts = self._read_in(tensor, "backward") | read_again
         steps = self.claims.steps.get(((tensor.key, tensor.result), "backward"), ())
@@ -136,7 +136,9 @@ class MoveWalk:
             {*kept, *rests},
             self._read_in(tensor, "backward", by_ops=True) | read_again,
         )
-        only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
+        only_kept = (
+            tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.recomputable
+        )
         yield from self._check_overlap(tensor, steps, tensor.given or only_kept)
         yield from self._check_steps(tensor, steps, sources, read_layouts)
         if missing := read_layouts - _reach(sources, steps):
@@ -157,11 +159,11 @@ class MoveWalk:
 
     def _read_by_recomputation(self, tensor: Tensor) -> set[Layout]:
         """Return the layouts in which forward ops read a tensor when backward recomputes them."""
-        again = self.claims.again
+        again = self.claims.recomputed
         readers = [
             r
             for r in tensor.readers
-            if r.phase == "forward" and r.key in again and r.key in self.facts.asked
+            if r.phase == "forward" and r.key in again and r.key in self.facts.needed
         ]
         return {again[r.key].inputs[r.operand] for r in readers}
 

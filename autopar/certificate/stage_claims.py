@@ -196,7 +196,7 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
 
 def _claimed_layouts(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
     here = tensor.key, tensor.result
-    for strategies in (claims.chosen, claims.again):
+    for strategies in (claims.chosen, claims.recomputed):
         if tensor.key in strategies:
             yield from strategies[tensor.key].outputs[tensor.result : tensor.result + 1]
         for reader in tensor.readers:

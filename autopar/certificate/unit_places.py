@@ -42,7 +42,7 @@ class Places:
         priced: the problem.
         placing: the unit of each node, and the units that hold each parameter.
         shares: share of an op's time that counts in the unit.
-        again: ops that the backward of some stage may recompute.
+        recomputable: ops that the backward of some stage may recompute.
         makers: tensor → the ops that compute it: one op, or one in each unit that computes it
             locally.
         readers: (tensor, op, operand) → the instances that read it and have one unit.
@@ -56,7 +56,7 @@ class Places:
     priced: Priced
     placing: Placing
     shares: dict[UnitPlace, float] = field(default_factory=dict)
-    again: set[UnitPlace] = field(default_factory=set)
+    recomputable: set[UnitPlace] = field(default_factory=set)
     makers: dict[Ref, list[UnitPlace]] = field(default_factory=dict)
     readers: dict[tuple[Ref, int, int], list[UnitPlace]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Places:
             for p in trace.parameters
             if p.gradient is not None
         }
-        layers, asked = places._find_layers(), Facts.of(trace).asked
+        layers, asked = places._find_layers(), Facts.of(trace).needed
         loose: list[Loose] = []
         for op, source in enumerate(priced.sources):
             if source.cluster is not None:
@@ -147,7 +147,7 @@ class Places:
                 (layers.get(ref) or set()) - {cluster.indices} for ref in cluster.results
             )
             if is_forward and (always or stays):
-                self.again.add(place)
+                self.recomputable.add(place)
         return loose
 
     def _is_recomputable(self, op: int, forced: Forced) -> bool:

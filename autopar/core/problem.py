@@ -125,13 +125,13 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Use:
     """Operand `operand` of op `op` reads the value, in `phase` (a parameter op reads its gradient
-    in backward). For readers in forward, `again` tells whether the operand is also read when
+    in backward). For readers in forward, `read_again` tells whether the operand is also read when
     backward recomputes the op."""
 
     op: int
     operand: int
     phase: Phase
-    again: bool = True
+    read_again: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +199,19 @@ class MemoryPoint:
 
     Attributes:
         key: the node that runs, in the user's words.
-        held: (variant, number of its instances whose kept versions are live).
+        kept: (variant, number of its instances whose kept versions are live).
         live: (op, bytes per strategy): results that still have readers, and gradients.
-        again: (op, bytes per strategy) of the results of ops that backward recomputes.
+        recomputed: (op, bytes per strategy) of the results of ops that backward recomputes.
         fetched: (variant, number of its instances that would already be fetched from the hosts if
             they had been stored there).
         reserve_bytes: a constant for everything else that was measured to be live then.
     """
 
     key: str
-    held: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int = 0
-    again: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    recomputed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     fetched: tuple[tuple[int, int], ...] = ()
 
 
@@ -240,7 +240,7 @@ class OverlapKernel:
 
     Attributes:
         op: the op that computes the product, or that adds other tensors to its partial sums.
-        again: whether this is the run of the op in backward, by recomputation.
+        recomputed: whether this is the run of the op in backward, by recomputation.
         strategies: strategies of `op` with which the kernel can be used.
         hides: the collectives of one tensor of which the kernel can run one.
         added: if `op` adds, the op whose product is the last addend, and the strategies of it with
@@ -250,7 +250,7 @@ class OverlapKernel:
     """
 
     op: int
-    again: bool
+    recomputed: bool
     strategies: tuple[int, ...]
     hides: tuple[OverlapOption, ...]
     added: tuple[int, tuple[int, ...]] | None = None

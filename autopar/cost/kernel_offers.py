@@ -196,13 +196,13 @@ class _Offers:
         hides: tuple[OverlapOption, ...],
     ) -> OverlapKernel:
         if product.total is None:
-            return OverlapKernel(product.op, product.again, strategies, hides)
+            return OverlapKernel(product.op, product.recomputed, strategies, hides)
         graph = self.problem.values[self.problem.variants[v].value].graph
         adding = product.total.strategies(
             graph.layouts[graph.arcs[hides[0].arc].src]
         )  # the sum has no other operands in partial sums
         return OverlapKernel(
-            product.total.op, product.again, adding, hides, (product.op, strategies)
+            product.total.op, product.recomputed, adding, hides, (product.op, strategies)
         )
 
     def why(self, v: int, late: bool, arc: Arc, choices: Solution) -> Iterator[str]:
@@ -221,18 +221,18 @@ class _Offers:
         for product in self._products(v, late):
             s = (
                 choices.recomputed.get(product.op)
-                if product.again
+                if product.recomputed
                 else choices.strategies[product.op]
             )
             strategy = None if s is None else product.classes.strategies[s]
             if strategy is not None and self._ends(arc, product, v) == product.layout(strategy):
                 name = product.cluster.members[0].key.partition("/")[0]
                 refusal = self._refusal(v, product, arc)
-                same = product.op, product.again
+                same = product.op, product.recomputed
                 kernels = (
                     k
                     for k in self.problem.kernels.get((v, late), ())
-                    if (k.product[0], k.again) == same and s in k.product[1]
+                    if (k.product[0], k.recomputed) == same and s in k.product[1]
                 )
                 hides = (h for k in kernels for h in k.hides)
                 offered = next((h for h in hides if h.arc == graph.arcs.index(arc)), None)
@@ -281,7 +281,7 @@ class _Offers:
         for use in variant.uses:
             again, classes = late and use.phase == value.phase, self.sources[use.op].cluster
             runs = (
-                (use.again and problem.ops[use.op].recomputable)
+                (use.read_again and problem.ops[use.op].recomputable)
                 if again
                 else late == (use.phase != value.phase)
             )

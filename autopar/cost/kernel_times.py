@@ -299,7 +299,7 @@ class Product:
 
     Attributes:
         op: index of the op.
-        again: whether backward recomputes it.
+        recomputed: whether backward recomputes it.
         classes: the class of clusters whose first op is the product.
         factor: index of the factor that the tensor is; None if the tensor is the result, or a sum
             that contains it.
@@ -308,7 +308,7 @@ class Product:
     """
 
     op: int
-    again: bool
+    recomputed: bool
     classes: ClusterClass
     factor: int | None
     total: Sum | None = None

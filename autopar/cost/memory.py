@@ -231,8 +231,8 @@ class Liveness:
         tally.kept[v] = sum(0 <= s.last_forward <= now and s.until >= 0 for s in spans)
         stored_spans = [] if value.resident else [s for s in spans if not s.is_view]
         still = sum(
-            s.made == now
-            or s.made < now < s.last_forward
+            s.producer == now
+            or s.producer < now < s.last_forward
             or (s.last_forward == now and s.until < 0)
             for s in stored_spans
         )
@@ -252,11 +252,11 @@ class Liveness:
         tally.kept[v] = sum(s.until >= now for _, s in spans)
         if value.away_s:
             tally.fetched[v] = sum(
-                not s.is_view and 0 <= s.asked <= now <= s.until for _, s in spans
+                not s.is_view and 0 <= s.first_needed <= now <= s.until for _, s in spans
             )
         if self.priced.problem.ops[value.op].recomputable:
             num_again = sum(
-                not s.is_view and (name in running or 0 <= s.asked <= now <= s.until)
+                not s.is_view and (name in running or 0 <= s.first_needed <= now <= s.until)
                 for name, s in spans
             )
             add(tally.recomputed, self.sizes_of(value), value.op, num_again)
@@ -270,13 +270,13 @@ class Liveness:
         live: dict[int, list[int]],
     ) -> None:
         still = sum(
-            s.is_made_anew(now) or (s.made < now <= s.until and not s.is_view) for s in spans
+            s.is_made_anew(now) or (s.producer < now <= s.until and not s.is_view) for s in spans
         )
         add(live, self.sizes_of(value), value.op, still)
         for span, (name, _) in zip(spans, refs, strict=True):
             if (
                 span.is_gradient
-                and span.made < now - 0.5
+                and span.producer < now - 0.5
                 and span.until < now
                 and not self.priced.problem.accumulates
             ):
@@ -339,7 +339,9 @@ class Liveness:
                 if value.phase == "forward":
                     waiting[v] = self._num_waiting(refs, now, value.num_versions)
                 else:
-                    num_waiting = sum(s.made < now < s.until and s.has_memory for _, s in others)
+                    num_waiting = sum(
+                        s.producer < now < s.until and s.has_memory for _, s in others
+                    )
                     add(
                         live,
                         [min(value.graph.bytes)] * len(self.sizes_of(value)),
@@ -347,7 +349,7 @@ class Liveness:
                         num_waiting,
                     )
                     for n in [
-                        n for n, s in others if s.is_gradient and s.made < now and s.until < now
+                        n for n, s in others if s.is_gradient and s.producer < now and s.until < now
                     ]:
                         self.add_gradient(n, value, live)
             self.add_returned(live, now)

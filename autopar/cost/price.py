@@ -89,7 +89,7 @@ class OpBuilder:
                 ),
             )
             for p in members:
-                self.tables.made[p.node, 0] = (index, 0)
+                self.tables.producers[p.node, 0] = (index, 0)
                 self.tables.infos[p.node, 0] = TensorInfo(p.view, p.compute_dtype)
                 if p.gradient is not None:
                     self.tables.add_reader((outputs[p.gradient].name, 0), index, 0, "backward")
@@ -237,7 +237,7 @@ class OpBuilder:
             Op(name, kind, phase, 1, (), strategies),
             Source(kind, (name,), (node,), crosses=crosses),
         )
-        self.tables.made[node, 0] = (index, 0)
+        self.tables.producers[node, 0] = (index, 0)
         self.tables.infos[node, 0] = info
 
     def clusters(self, classes: Sequence[ClusterClass]) -> None:
@@ -265,7 +265,7 @@ class OpBuilder:
                     for r, info in zip(m.makes, m.call.outputs, strict=True)
                 }
                 for result, ref in enumerate(cluster.results):
-                    self.tables.made[ref] = (index, result)
+                    self.tables.producers[ref] = (index, result)
                     self.tables.infos[ref] = calls[ref]
                 asked = {ref for m in cluster.members if m.node in self._asked for ref in m.reads}
                 for operand, ref in enumerate(cluster.operands):
@@ -283,7 +283,7 @@ class OpBuilder:
             for use in uses
             if self.tables.ops[use.op].kind == "parameter"
         }
-        search = PartialSumSearch(self.tables.ops, self.tables.sources, self.tables.made)
+        search = PartialSumSearch(self.tables.ops, self.tables.sources, self.tables.producers)
         for i, ref in gradients.items() if axes else ():
             partial = [axis for axis in axes if search.partial(ref, axis)]
             self.tables.ops[i] = replace(
@@ -294,7 +294,7 @@ class OpBuilder:
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
         """Decide which ops backward may recompute."""
         leaving = ((o.node, 0) for o in self.setting.trace.outputs if o.crosses)
-        borders = {self.tables.made[ref][0] for ref in borders_of(classes, leaving)}
+        borders = {self.tables.producers[ref][0] for ref in borders_of(classes, leaving)}
         for i, (op, source) in enumerate(zip(self.tables.ops, self.tables.sources, strict=True)):
             may = (
                 op.recomputable
@@ -363,7 +363,7 @@ class OpBuilder:
         index = self.tables.add(Op(o.path, "output", "forward", 1, (), tuple(strategies)), source)
         self.tables.add_reader((o.node, 0), index, 0, "forward")
         if o.tangent:
-            self.tables.made[o.tangent, 0] = (index, 0)
+            self.tables.producers[o.tangent, 0] = (index, 0)
             self.tables.infos[o.tangent, 0] = TensorInfo(o.shape, o.dtype)
 
 

@@ -22,26 +22,26 @@ class Span:
     reads it.
 
     Attributes:
-        made: the node that computes it.
+        producer: the node that computes it.
         last_forward: its last reader in forward; the end of the trace for a result of the model.
         earliest: the first backward node that could need it.
         latest: the last backward node that could need it.
-        read: the first backward node that itself reads it, or a view of it.
-        again: the first backward node for which a recomputed op could have read it.
-        asked: the first node that needs it if ops are recomputed as late as possible.
+        first_read: the first backward node that itself reads it, or a view of it.
+        first_reread: the first backward node for which a recomputed op could have read it.
+        first_needed: the first node that needs it if ops are recomputed as late as possible.
         until: the last node that needs it in this case.
         is_view: whether it has no memory of its own.
         takes_over: whether it is written into the memory of an operand.
         is_gradient: whether it is the gradient of a parameter.
     """
 
-    made: int
+    producer: int
     last_forward: int
     earliest: int
     latest: int
-    read: int
-    again: int
-    asked: int
+    first_read: int
+    first_reread: int
+    first_needed: int
     until: int
     is_view: bool
     takes_over: bool
@@ -54,7 +54,7 @@ class Span:
 
     def is_made_anew(self, now: float) -> bool:
         """Return whether the node at position `now` computes it in its own memory."""
-        return self.made == now and self.has_memory
+        return self.producer == now and self.has_memory
 
     def waits(self, now: float, num_versions: int) -> bool:
         """Return whether all kept versions of it exist while a backward node runs, because no node
@@ -67,7 +67,7 @@ class Span:
             now: position of the node.
             num_versions: number of layouts in which the tensor may be kept.
         """
-        is_read_later = self.read != NEVER and (num_versions == 1 or self.again != now)
+        is_read_later = self.first_read != NEVER and (num_versions == 1 or self.first_reread != now)
         return self.earliest > now or (self.earliest == now and is_read_later)
 
 
@@ -112,22 +112,22 @@ def _span(
     returned = [u for u in node.users if u.op == "output" and own_phase == "forward"]
     repeated = [user for user in forward if user.name in recomputable]
     repeated_spans = [spans[user.name] for user in repeated]
-    asked_again = max((span.asked for span in repeated_spans), default=NEVER)
+    asked_again = max((span.first_needed for span in repeated_spans), default=NEVER)
     viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == own_phase]
     views = [spans[user.name] for user in viewing]
     # Positions at which recomputed ops could read it, directly or through views.
     through = [spans[user.name].earliest for user in repeated if user not in viewing]
-    through += [span.again for span in views]
+    through += [span.first_reread for span in views]
     first, later = _first(backward), (*repeated_spans, *views)
     read_in_forward = [positions[user.name] for user in (*forward, *returned)]
     return Span(
-        made=positions[node.name],
+        producer=positions[node.name],
         last_forward=max([NEVER, *read_in_forward, *(view.last_forward for view in views)]),
         earliest=_first([*backward, *(span.earliest for span in later)]),
         latest=max([NEVER, *backward, *(span.latest for span in later)]),
-        read=_first([*backward, *(view.read for view in views)]),
-        again=_first(through),
-        asked=first if first != NEVER else asked_again,
+        first_read=_first([*backward, *(view.first_read for view in views)]),
+        first_reread=_first(through),
+        first_needed=first if first != NEVER else asked_again,
         # views share its memory
         until=max([asked_again, *backward, *(view.until for view in views)]),
         is_view=node.op == "call_function" and not has_own_memory(node),

@@ -64,14 +64,14 @@ class OpTables:
     Attributes:
         ops: the ops, in order.
         sources: source of each op.
-        made: tensor → (op, result).
+        producers: tensor → (op, result).
         readers: tensor → its uses.
         infos: tensor → its shape and dtype.
     """
 
     ops: list[Op] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    made: dict[Ref, tuple[int, int]] = field(default_factory=dict)
+    producers: dict[Ref, tuple[int, int]] = field(default_factory=dict)
     readers: dict[Ref, list[Use]] = field(default_factory=dict)
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class OpTables:
         If several instances of an op differ, the one whose recomputation reads the tensor counts.
         """
         readers = sorted(
-            self.readers.get(ref, ()), key=lambda u: (u.op, u.operand, u.phase, u.again)
+            self.readers.get(ref, ()), key=lambda u: (u.op, u.operand, u.phase, u.read_again)
         )
         return tuple({(u.op, u.operand, u.phase): u for u in readers}.values())
 
@@ -121,7 +121,7 @@ class TensorValues:
         """Fold tensors into values by the ops that compute them, and into variants by the ops that
         read them."""
         groups: dict[tuple[int, int], dict[tuple[Use, ...], list[Ref]]] = {}
-        for ref, producer in self.tables.made.items():
+        for ref, producer in self.tables.producers.items():
             uses = self.tables.uses(ref)
             if uses:
                 groups.setdefault(producer, {}).setdefault(uses, []).append(ref)

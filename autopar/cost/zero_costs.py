@@ -265,12 +265,12 @@ class PartialSumSearch:
     Args:
         ops: the ops of the problem.
         sources: source of each op.
-        made: tensor → the op that computes it, and the index of the result.
+        producers: tensor → the op that computes it, and the index of the result.
     """
 
     ops: Sequence[Op]
     sources: Sequence[Source]
-    made: Mapping[tuple[str, int], tuple[int, int]]
+    producers: Mapping[tuple[str, int], tuple[int, int]]
     _known: dict[tuple[tuple[str, int], int], bool] = field(default_factory=dict)
 
     def partial(self, ref: tuple[str, int], axis: int) -> bool:
@@ -285,7 +285,7 @@ class PartialSumSearch:
     def _partial_operands(self, ref: tuple[str, int], axis: int) -> Iterator[list[tuple[str, int]]]:
         """Yield, for each strategy that computes a tensor as partial sums over the axis, the
         operands that must be partial sums over it."""
-        op, result = self.made[ref]
+        op, result = self.producers[ref]
         cluster = self.sources[op].cluster
         operands = () if cluster is None else cluster.first.operands
         for strategy in self.ops[op].strategies:

@@ -82,14 +82,14 @@ class PlanIndex:
 
     Attributes:
         chosen: the strategy of each node in its phase, by node key.
-        again: the strategy of each recomputed node in backward, by node key.
+        recomputed: the strategy of each recomputed node in backward, by node key.
         steps: for each phase and tensor, the collective that creates each layout.
         kept: the layouts of each tensor that are kept for backward.
         own: for each phase and node key, the collectives inside the node.
     """
 
     chosen: dict[str, Strategy]
-    again: dict[str, Strategy]
+    recomputed: dict[str, Strategy]
     steps: dict[tuple[str, TensorKey], dict[Layout, Communication]]
     kept: dict[TensorKey, tuple[Layout, ...]]
     own: dict[tuple[str, str], tuple[Communication, ...]] = field(default_factory=dict)

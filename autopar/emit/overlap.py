@@ -169,9 +169,9 @@ class OverlapSchedule:
         order: the actions so far.
         streams: the simulated streams of the device.
         work_s: the seconds of the spine's compute so far.
-        held: the bytes that early steps currently hold.
+        held_bytes: the bytes that early steps currently hold.
         most_held: the largest number of bytes that they held.
-        there: the nodes whose results are available.
+        available: the nodes whose results are available.
         started: the early steps that are not finished, in order, with the bytes that each holds.
         waiting: the deferrable steps whose input is available, with the bytes that each holds.
         pending: the prefetchable steps that are not started, with the latest start of each.
@@ -183,9 +183,9 @@ class OverlapSchedule:
     order: list[Action] = field(default_factory=list)
     streams: Streams = field(init=False)
     work_s: float = 0.0
-    held: int = 0
+    held_bytes: int = 0
     most_held: int = 0
-    there: set[fx.Node] = field(default_factory=set)
+    available: set[fx.Node] = field(default_factory=set)
     started: dict[fx.Node, int] = field(default_factory=dict)
     waiting: dict[fx.Node, int] = field(default_factory=dict)
     pending: dict[fx.Node, float] = field(init=False)
@@ -222,12 +222,12 @@ class OverlapSchedule:
         Prefetchable steps need no check, since they start only if they fit until they are read.
         """
         limit = self.room.at(self.place)
-        if self.held > limit:
+        if self.held_bytes > limit:
             for step in [
                 *self.waiting,
                 *(s for s in self.started if s.meta["slack"] == "deferrable"),
             ]:
-                if self.held > limit:
+                if self.held_bytes > limit:
                     self._demand(step)
 
     def _feed(self, time_s: float) -> None:
@@ -249,7 +249,7 @@ class OverlapSchedule:
             )
             if max(self.work_s + time_s, behind_s) <= latest_s:
                 break
-            if self._is_ready(step) and self.held + self._bytes(step) <= self.room.least(
+            if self._is_ready(step) and self.held_bytes + self._bytes(step) <= self.room.least(
                 self.place, self.phase.needed[step]
             ):
                 return step
@@ -261,7 +261,7 @@ class OverlapSchedule:
 
         def is_available(node: fx.Node) -> bool:
             """Return whether the node's result is available or could be computed now."""
-            is_computed = node in self.there or node in self.streams.done_s
+            is_computed = node in self.available or node in self.streams.done_s
             return is_computed or (follows(node) and not is_early(node) and self._is_ready(node))
 
         return all(map(is_available, step.all_input_nodes))
@@ -279,7 +279,7 @@ class OverlapSchedule:
 
     def _demand(self, node: fx.Node) -> None:
         """Make a node's result available now."""
-        if node in self.there:
+        if node in self.available:
             return
         assert follows(node), (
             "the spine keeps its order, in which every node runs before its readers"
@@ -287,15 +287,15 @@ class OverlapSchedule:
         if node in self.started:
             self.streams.finish(node)
             self.order.append(("finish", node))
-            self.held -= self.started.pop(node)
+            self.held_bytes -= self.started.pop(node)
             self._add_result(node)
             return
         for operand in node.all_input_nodes:
             self._demand(operand)
-        if node in self.there:  # it ran when its last operand became available
+        if node in self.available:  # it ran when its last operand became available
             return
         self.pending.pop(node, None)
-        self.held -= self.waiting.pop(node, 0)
+        self.held_bytes -= self.waiting.pop(node, 0)
         self._run(node)
 
     def _run(self, node: fx.Node) -> None:
@@ -315,25 +315,25 @@ class OverlapSchedule:
 
         All tensors of a bucket are unpacked together, so that the bucket is freed.
         """
-        self.there.add(node)
+        self.available.add(node)
         for part in node.users if node.target is from_bucket else ():
             self._demand(part)
         for user in node.users:
-            if user in self.there or not follows(user) or user.meta["slack"] != "deferrable":
+            if user in self.available or not follows(user) or user.meta["slack"] != "deferrable":
                 continue
             if _feeds(user):
                 # a bucket waits for its last operand
-                if all(operand in self.there for operand in user.all_input_nodes):
+                if all(operand in self.available for operand in user.all_input_nodes):
                     self._wait(next(iter(user.users)))
             elif is_early(user):
                 if not _feeds(node):  # otherwise, the step is about to run
                     self._wait(user)
-            elif all(operand in self.there for operand in user.all_input_nodes):
+            elif all(operand in self.available for operand in user.all_input_nodes):
                 self._demand(user)
 
     def _wait(self, step: fx.Node) -> None:
         size = self._bytes(step)
-        if self.held + size > self.room.at(self.place):
+        if self.held_bytes + size > self.room.at(self.place):
             self._demand(step)
         else:
             self.waiting[step] = self._hold(size)
@@ -363,8 +363,8 @@ class OverlapSchedule:
         return sent + c.output_bytes(c.size_in(self.phase.mesh_shape))
 
     def _hold(self, size: int) -> int:
-        self.held += size
-        self.most_held = max(self.most_held, self.held)
+        self.held_bytes += size
+        self.most_held = max(self.most_held, self.held_bytes)
         return size
 
 

@@ -234,7 +234,7 @@ class PhaseBuilder:
 
     def _runs_again(self, node: fx.Node) -> bool:
         """Return whether backward recomputes a node of forward."""
-        return node.op == "call_function" and node.meta["key"] in self.job.index.again
+        return node.op == "call_function" and node.meta["key"] in self.job.index.recomputed
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
         """Return the node of a tensor in a layout. Emit the nodes that it depends on.
@@ -370,7 +370,7 @@ class PhaseBuilder:
         if node.target is operator.getitem:
             self._alias(node, again)
             return
-        strategy = (self.job.index.again if again else self.job.index.chosen)[key]
+        strategy = (self.job.index.recomputed if again else self.job.index.chosen)[key]
         refs = _reads(node)
         # the reader of this cast accumulates the operand of the cast directly
         if any(at.uncast for at in strategy.outputs):
@@ -426,7 +426,7 @@ class PhaseBuilder:
 
     def _alias(self, node: fx.Node, again: bool) -> None:
         """Record the result of a getitem node of the trace, which is a result of its operand."""
-        strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
+        strategy = (self.job.index.recomputed if again else self.job.index.chosen)[node.meta["key"]]
         source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
         self.define((node.name, 0), strategy.outputs[0], source)
 

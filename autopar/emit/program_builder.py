@@ -103,7 +103,7 @@ def _check_strategies(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates
     uncast = addable_uncast(trace) if accumulates else {}
     for node in trace.graph.nodes:
         if node.op == "call_function":
-            for choices in (index.chosen, index.again):
+            for choices in (index.chosen, index.recomputed):
                 if node.meta["key"] in choices:
                     _check_strategy(
                         node, choices[node.meta["key"]], mesh, may_be_uncast=node.name in uncast
@@ -172,7 +172,10 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
     unchecked = dict(index.own)
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
-        for phase, choices in ((node.meta.get("phase"), index.chosen), ("backward", index.again)):
+        for phase, choices in (
+            (node.meta.get("phase"), index.chosen),
+            ("backward", index.recomputed),
+        ):
             if (
                 node.op == "call_function"
                 and key in choices

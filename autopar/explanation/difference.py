@@ -83,12 +83,12 @@ class _Piece:
 
     Attributes:
         runs: how often a device runs it per step, averaged over all devices.
-        flying: number of microbatches whose activations it keeps at a time.
+        in_flight: number of microbatches whose activations it keeps at a time.
     """
 
     plan: Plan
     runs: float
-    flying: int
+    in_flight: int
 
 
 def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
@@ -253,7 +253,7 @@ def _share(
         tuple(dict.fromkeys(stage for stage, _, _ in parts)) if plan.stage_axis else (),
         sum(piece.runs * part.compute_s for _, piece, part in parts),
         sum(piece.runs * part.communication_s for _, piece, part in parts),
-        max(piece.flying * part.kept_bytes for _, piece, part in parts),
+        max(piece.in_flight * part.kept_bytes for _, piece, part in parts),
         over_axes(main, piece.plan.mesh.names, axes),
         axes,
     )
@@ -472,14 +472,14 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
     axes = next(share.axes for share in (a, b) if share)
     yield from _describe_change(a.part if a else None, b.part if b else None, axes)
-    places = [_where(share) for share in (a, b) if share]
+    places = [_describe_place(share) for share in (a, b) if share]
     if len(places) == 2 and places[0] != places[1]:
         yield f"{places[0]} → {places[1]}"
     elif len(places) == 1:
         yield places[0]
 
 
-def _where(share: Share) -> str:
+def _describe_place(share: Share) -> str:
     """Return the devices that run a module, as text."""
     return (
         f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}"

@@ -177,7 +177,7 @@ class StageExplanation:
     """A stage in tables.
 
     Attributes:
-        whole: the plan that the stage belongs to.
+        full_plan: the plan that the stage belongs to.
         number: number of the stage.
         plan: plan of the stage.
         parts: its parts, or the requested ones.
@@ -185,7 +185,7 @@ class StageExplanation:
         flips: the hardware changes that change choices, if requested.
     """
 
-    whole: Plan
+    full_plan: Plan
     number: int
     plan: Plan
     parts: tuple[ModulePart, ...]
@@ -195,7 +195,7 @@ class StageExplanation:
     @property
     def of(self) -> str:
         """The unit of times and shares: ``step`` or ``microbatch``."""
-        return self.whole.unit
+        return self.full_plan.unit
 
     def tables(self) -> Iterator[RenderableType]:
         """Yield parallelism, layouts, costs and runner-ups; for a pattern, every decision of its
@@ -305,7 +305,7 @@ class StageExplanation:
 
     def _longer(self) -> tuple[str, ...]:
         """Return the names of the columns for the cost of a runner-up."""
-        of_step = ">step, about" if self.whole.as_pipeline.num_chunks > 1 else ">step"
+        of_step = ">step, about" if self.full_plan.as_pipeline.num_chunks > 1 else ">step"
         return tuple(dict.fromkeys((f">{self.of}", of_step)))
 
     def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
@@ -316,7 +316,7 @@ class StageExplanation:
         if runner_up is None:
             return "", *("" for _ in range(num))
         delta_s = runner_up.delta_s
-        longer = (delta_s, longer_step_s(self.whole, self.number, delta_s))
+        longer = (delta_s, longer_step_s(self.full_plan, self.number, delta_s))
         return runner_up.strategy, *(seconds(each_s, signed=True) for each_s in longer[:num])
 
     def _replicated_ops(self) -> Iterator[RenderableType]:

@@ -194,7 +194,7 @@ class Section:
     @property
     def name(self) -> str:
         """``stage 0``, or ``stages 1 to 3, each``; empty for a plan without stages."""
-        if self.explanation.plan is self.explanation.whole:
+        if self.explanation.plan is self.explanation.full_plan:
             return ""
         several = f"stages {self.first} to {self.last}, each"
         return several if self.last > self.first else f"stage {self.first}"

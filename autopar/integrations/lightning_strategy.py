@@ -361,10 +361,10 @@ class LightningStrategy(WholeBatches):
         )
 
     def _save_beside(self, path: Path, step: int) -> None:
-        side_store = self._beside(path)
+        side_store = self._side_store(path)
         if any(later > step for later in side_store.steps()):  # of the file to be replaced
             by_first(lambda: shutil.rmtree(side_store.folder), str(side_store.folder))
-            side_store = self._beside(path)
+            side_store = self._side_store(path)
         for optimizer in self.optimizers:
             side_store.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
 
@@ -372,7 +372,7 @@ class LightningStrategy(WholeBatches):
         """Remove the file, and the folder next to it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(self._beside(Path(filepath)).folder, ignore_errors=True)
+            shutil.rmtree(self._side_store(Path(filepath)).folder, ignore_errors=True)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -388,7 +388,7 @@ class LightningStrategy(WholeBatches):
             RuntimeStateError: on all ranks, if the folder does not exist, or belongs to another
                 step.
         """
-        state = self._beside(self._loaded or Path())
+        state = self._side_store(self._loaded or Path())
         if not state.steps():
             message = (
                 "the checkpoint has no folder with the optimizer state: it was saved by another "
@@ -412,7 +412,7 @@ class LightningStrategy(WholeBatches):
         for optimizer in self.optimizers:
             state.load(getattr(self.lightning_module, self._name), _plain(optimizer))
 
-    def _beside(self, path: Path) -> Checkpoints:
+    def _side_store(self, path: Path) -> Checkpoints:
         return Checkpoints(path.with_name(path.name + _STATE), keep=1, weights=False)
 
     def teardown(self) -> None:

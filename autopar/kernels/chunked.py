@@ -181,7 +181,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
         """Multiply the rows of the rank, then each chunk when it arrives."""
         rank_addresses = regions.flags[rank].data_ptr(), shards.struct_for(rank)
         # the rows of the rank are available, and one product is faster than several
-        _whole(shards, rank, jobs[rank].consume)
+        _multiply_at_once(shards, rank, jobs[rank].consume)
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
                 lane.call("all_gather_matmul_wait", *rank_addresses, position, chunk, epochs[rank])
@@ -250,7 +250,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
                     "matmul_reduce_scatter_produced", *rank_addresses, position, chunk, epochs[rank]
                 )
         # no other rank waits for chunks of these rows
-        _whole(shards, rank, lambda begin, length: job.produce(begin, length, mine))
+        _multiply_at_once(shards, rank, lambda begin, length: job.produce(begin, length, mine))
 
     def push(lane: Lane, rank: int) -> None:
         """Copy each chunk to the rank that owns it as soon as it is computed."""
@@ -319,7 +319,7 @@ def _slot(
     )
 
 
-def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
+def _multiply_at_once(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
     """Multiply the rows of the rank in one product."""
     begin, length = part_range(shards.rows, (shards.size,), (rank,))
     if length > 0:

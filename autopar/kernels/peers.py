@@ -329,7 +329,7 @@ class HostThreads(Peers):
         else:
             _results([self._computes[rank].submit(self._run_one, rank, phases) for rank in ranks])
 
-    def each(self, work: Callable[[int], Any]) -> list[Any]:
+    def run_on_each(self, work: Callable[[int], Any]) -> list[Any]:
         """Call `work(rank)` concurrently in the threads of all ranks. Return the results in rank
         order."""
         return _results([self._computes[rank].submit(work, rank) for rank in self.ranks])

@@ -41,7 +41,7 @@ def _edges_of(edges: Sequence[Sequence[int] | None]) -> list[Edges | None]:
     return [None if numbers is None else Edges(*numbers) for numbers in edges]
 
 
-def own(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
+def without_halos(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
     """Return a tensor without the halos of its last dims.
 
     Args:
@@ -113,8 +113,8 @@ def convolution_backward_part(
         The gradient of the part's elements, and partial sums of the gradients of weight and bias.
     """
     num, around = len(edges), _edges_of(edges)
-    strides, dilations = _each(stride, num), _each(dilation, num)
-    settings = strides, _each(padding, num), dilations, False, [0] * num, groups
+    strides, dilations = per_dim(stride, num), per_dim(dilation, num)
+    settings = strides, per_dim(padding, num), dilations, False, [0] * num, groups
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
         extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
@@ -130,7 +130,7 @@ def convolution_backward_part(
         )
         mask = [False, *output_mask[1:]]
         _, grad_weight, grad_bias = aten.convolution_backward.default(
-            own(grad, before, after), x, weight, bias_sizes, *settings, mask
+            without_halos(grad, before, after), x, weight, bias_sizes, *settings, mask
         )
     return grad_x, grad_weight, grad_bias
 
@@ -156,7 +156,7 @@ def avg_pool_backward_part(
         edges: as for `convolution_backward_part`.
     """
     num, around = len(edges), _edges_of(edges)
-    kernels, strides = _each(kernel_size, num), _each(stride or kernel_size, num)
+    kernels, strides = per_dim(kernel_size, num), per_dim(stride or kernel_size, num)
     shape = [*x.shape[: x.dim() - num], *_shape_seen(grad, x, around, kernels, strides)]
     backward = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}[num]
     like = x.new_empty(1).expand(shape)
@@ -165,7 +165,7 @@ def avg_pool_backward_part(
         like,
         kernels,
         strides,
-        _each(padding, num),
+        per_dim(padding, num),
         ceil_mode,
         count_include_pad,
         divisor_override,
@@ -247,6 +247,6 @@ def _ravel(places: Sequence[Tensor], sizes: Sizes) -> Tensor:
     return flat
 
 
-def _each(values: Sizes, num: int) -> list[int]:
+def per_dim(values: Sizes, num: int) -> list[int]:
     """Return one value per dim; a single value applies to all dims."""
     return list(values) * num if len(values) == 1 else list(values)

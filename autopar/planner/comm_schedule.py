@@ -311,7 +311,7 @@ class Ordering:
             return tried
         with self.clock.phase("overlap"):
             unordered = [_Plain(plain, Orders(plain.program, plain.plan)) for plain in plans]
-            roomy = [plain.beside(self._all_room(plain.tried)) for plain in unordered]
+            roomy = [plain.overlapped(self._all_room(plain.tried)) for plain in unordered]
             shortest_first = sorted(
                 zip(map(_seconds, roomy), unordered, roomy, strict=True), key=lambda each: each[0]
             )
@@ -421,7 +421,7 @@ class Ordering:
         def fits(allowed: Overlap) -> bool:
             """Whether the program with this overlap is within the budget. The program is stored."""
             with self.clock.phase("overlap"):
-                ordered = tried.get(allowed) or (plain.beside(allowed) if tried else roomy)
+                ordered = tried.get(allowed) or (plain.overlapped(allowed) if tried else roomy)
             with self.clock.phase("memory"):
                 peak = (
                     ordered.peak_bytes
@@ -511,7 +511,7 @@ class _Plain:
     tried: Candidate
     orders: Orders
 
-    def beside(self, allowed: Overlap) -> Candidate:
+    def overlapped(self, allowed: Overlap) -> Candidate:
         """Overlap as much as is allowed, without writing the program's graphs."""
         program, overlap = self.orders.within(allowed)
         return replace(self.tried, plan=replace(self.tried.plan, overlap=overlap), program=program)

@@ -13,7 +13,7 @@ from autopar.emit import emit_stage
 from autopar.planner.candidates import Candidate, PlanDraft
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
-from autopar.planner.learned_moments import LayerGroups, Learnt
+from autopar.planner.learned_moments import LayerGroups, LearnedMoments
 from autopar.planner.plan_assembly import assemble, certify_proof
 from autopar.plans import Fingerprint, Plan
 from autopar.request import PlanOptions
@@ -122,7 +122,7 @@ class Emitter:
         measures = self.peaks.peak_bytes, self.peaks.by_node
         return Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)
 
-    def learn(self, learnt: Learnt, candidate: Candidate) -> Learnt:
+    def learn(self, learnt: LearnedMoments, candidate: Candidate) -> LearnedMoments:
         """Learn the moments at which a candidate exceeds the budget.
 
         Args:

@@ -29,21 +29,21 @@ from autopar.solve import evaluate_choices
 _MOST_NEW = 24  # moments that one round adds: those that exceed the budget by most
 
 
-class Sight(NamedTuple):
+class NodeMeasurement(NamedTuple):
     """The measurement at a node of the trace: its phase, the peak while it ran, and the recomputed
     nodes whose results were live."""
 
     phase: str
     peak_bytes: int
-    again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
 
-Seen = Mapping[str, Sight]
+Measurements = Mapping[str, NodeMeasurement]
 """Measurements by node of the trace, or by the moment at which the result of a node is widened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class LearnedMoments:
     """Learned moments, in addition to those that hold for every plan.
 
     Attributes:
@@ -57,16 +57,16 @@ class Learnt:
     retained: tuple[MemoryPoint, ...] = ()
 
     @staticmethod
-    def empty(liveness: Liveness) -> Learnt:
+    def empty(liveness: Liveness) -> LearnedMoments:
         """Return no learned moments."""
-        return Learnt(liveness, {})
+        return LearnedMoments(liveness, {})
 
     @staticmethod
-    def from_reserves(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
+    def from_reserves(liveness: Liveness, reserves: Mapping[str, int]) -> LearnedMoments:
         """Make moments from reserves that were learned with another grouping of the layers."""
         nodes = liveness.trace.nodes_by_name()
         phases = {node: nodes[node.removesuffix(WIDENED)].meta["phase"] for node in reserves}
-        return Learnt(
+        return LearnedMoments(
             liveness,
             {
                 n: replace(liveness.moment(n, phases[n]), reserve_bytes=size)
@@ -89,7 +89,7 @@ class Learnt:
 
     def further(
         self, choices: Solution, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
-    ) -> Learnt:
+    ) -> LearnedMoments:
         """Add the moments at which a plan exceeds the budget, and update the known moments.
 
         Args:
@@ -106,7 +106,7 @@ class Learnt:
             self, latest=explain_peaks(self.liveness, choices, peaks_by_node, node_names)
         )
 
-    def retain_latest(self) -> Learnt:
+    def retain_latest(self) -> LearnedMoments:
         """Retain the latest moments, so that later measurements do not replace them."""
         first = len(self.retained)
         now = (
@@ -131,7 +131,7 @@ class LayerGroups:
     """
 
     priced: Priced
-    learnt: Learnt
+    learnt: LearnedMoments
     starts: Starts
     bound_s: float = 0.0
     multipliers: Multipliers | None = None
@@ -145,7 +145,7 @@ class LayerGroups:
             priced: the problem with these groups.
             starts: the first layers of groups, by list of layers.
         """
-        return LayerGroups(priced, Learnt.empty(Liveness(trace, priced)), starts)
+        return LayerGroups(priced, LearnedMoments.empty(Liveness(trace, priced)), starts)
 
     @property
     def problem(self) -> Problem:
@@ -154,10 +154,12 @@ class LayerGroups:
 
     def forget(self) -> LayerGroups:
         """Drop the learned moments and keep the bound."""
-        return replace(self, learnt=Learnt.empty(self.learnt.liveness))
+        return replace(self, learnt=LearnedMoments.empty(self.learnt.liveness))
 
 
-def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
+def by_trace_node(
+    liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int
+) -> Measurements:
     """Map the peaks of a program's nodes to nodes of the trace.
 
     Peaks of collectives and of recomputed ops count for the next node. The peak of a product in a
@@ -170,11 +172,11 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
         resting_bytes: memory in addition to the tensors of the program, such as optimizer state.
     """
     keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
-    peaks_by_node: dict[str, Sight] = {}
-    waiting, last = Sight("", 0), ""
+    peaks_by_node: dict[str, NodeMeasurement] = {}
+    waiting, last = NodeMeasurement("", 0), ""
 
     for peak, again in _pair_with_recomputed(peaks, keys):
-        now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
+        now = NodeMeasurement(peak.phase, peak.peak_bytes + resting_bytes, again)
         node_name = keys.get(
             peak.node.meta.get("key", "").rpartition("/")[0], ""
         )  # nodes of the reduction of a sum
@@ -192,7 +194,7 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
         for name in here:
             _record(peaks_by_node, name, waiting)
             last = name
-        waiting = Sight("", 0) if here else waiting
+        waiting = NodeMeasurement("", 0) if here else waiting
     if last:  # peaks after the last node count for that node
         _record(
             peaks_by_node, last, waiting._replace(phase=waiting.phase or peaks_by_node[last].phase)
@@ -200,7 +202,7 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
     return peaks_by_node
 
 
-def _record(seen: dict[str, Sight], name: str, sight: Sight) -> None:
+def _record(seen: dict[str, NodeMeasurement], name: str, sight: NodeMeasurement) -> None:
     """Record a measurement, keeping the larger peak of a node. A node that picks a result has the
     key of its op, and the op may have the larger peak."""
     before = seen.get(name)
@@ -238,7 +240,7 @@ def _pair_with_recomputed(
                 del live[over]
 
 
-def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
+def over_budget(liveness: Liveness, seen: Measurements, budget_bytes: int) -> list[str]:
     """List the nodes at which a program exceeds the budget, the largest excess first.
 
     Only the worst of equal nodes of repeated layers is listed, and at most `_MOST_NEW` nodes. Later
@@ -259,7 +261,7 @@ def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
 
 
 def explain_peaks(
-    liveness: Liveness, choices: Solution, seen: Seen, nodes: Iterable[str]
+    liveness: Liveness, choices: Solution, seen: Measurements, nodes: Iterable[str]
 ) -> dict[str, MemoryPoint]:
     """Make the moments of nodes, each with the reserve that explains the measured peak.
 
@@ -272,7 +274,9 @@ def explain_peaks(
         seen: peaks by node.
         nodes: the nodes.
     """
-    moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
+    moments = {
+        node: liveness.moment(node, seen[node].phase, seen[node].recomputed) for node in nodes
+    }
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
     rows = evaluate_choices(problem, choices).resting_bytes
     sizes = rows[len(rows) - len(moments) :]

@@ -138,9 +138,9 @@ class _Now:
         """Add complete gradients, and count the tensors of backward that wait for a reader."""
         now, read = self.now, {name for name, _ in self.cluster.operands}
         for name, span in here:
-            if span.is_gradient and span.made < now and span.until < now:
+            if span.is_gradient and span.producer < now and span.until < now:
                 self.liveness.add_gradient(name, value, live)
-        return sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
+        return sum(s.producer < now < s.until and s.has_memory and n not in read for n, s in here)
 
     def _waits(self, span: Span, num_versions: int) -> bool:
         """Whether a tensor of forward is kept for backward while the op runs."""
@@ -152,7 +152,7 @@ class _Now:
         """Count the tensors of forward that wait for a later reader in forward."""
         now, read = self.now, {name for name, _ in self.cluster.operands}
         return sum(
-            s.made < now < self.last_forward.get(n, NEVER) and s.has_memory and n not in read
+            s.producer < now < self.last_forward.get(n, NEVER) and s.has_memory and n not in read
             for n, s in here
         )
 

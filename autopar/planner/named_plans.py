@@ -113,7 +113,7 @@ class NamedPlans:
                 named = resolve_named(self.trace, plans, self.mesh, self._walks)
         except ConstraintError:  # the plans do not apply to this model
             return {}
-        if named.apart:
+        if named.separate:
             return {}
         excluded = excluded_by(priced, named)
         holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in excluded.items())

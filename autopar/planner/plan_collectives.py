@@ -18,7 +18,7 @@ from autopar.planner.candidates import FIELD, PlanDraft, all_keys, tensor_patter
 from autopar.plans import Communication, InKernel
 from autopar.rules import EXCHANGES
 from autopar.sharding import pattern_of
-from autopar.solve import Taken
+from autopar.solve import KernelUse
 
 _NO_KERNELS = (
     "no collective-overlap kernels, because the hardware profile has no measurements of them"
@@ -60,7 +60,7 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
             for position, (arc, slack) in enumerate(
                 zip(redistribution.arcs, redistribution.slacks, strict=True)
             ):
-                kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
+                kernel = _in_kernel(draft, redistribution.kernels.get(position), arc)
                 at_host = arc.collective.kind in HOST_KINDS
                 overlapped = redistribution.early or at_host
                 why = (
@@ -147,7 +147,7 @@ def _own_communications(draft: PlanDraft) -> Iterable[Communication]:
                 )
 
 
-def _in_kernel(draft: PlanDraft, taken: Taken | None, arc: Arc) -> InKernel | None:
+def _in_kernel(draft: PlanDraft, taken: KernelUse | None, arc: Arc) -> InKernel | None:
     if taken is None:
         return None
     cluster = draft.priced.sources[taken.op].cluster
@@ -155,7 +155,7 @@ def _in_kernel(draft: PlanDraft, taken: Taken | None, arc: Arc) -> InKernel | No
     hidden = taken.hidden
     name = NORMED if taken.norms else NAMES[arc.collective.kind]
     return InKernel(
-        name, cluster.first.members[0].pattern, taken.again, hidden.num_chunks, hidden.saved_s
+        name, cluster.first.members[0].pattern, taken.recomputed, hidden.num_chunks, hidden.saved_s
     )
 
 

@@ -30,7 +30,7 @@ from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
-from autopar.planner.learned_moments import LayerGroups, Learnt, starts_of
+from autopar.planner.learned_moments import LayerGroups, LearnedMoments, starts_of
 from autopar.planner.min_memory import Need, low_memory_plans, prefer_fastest, refusal
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
@@ -103,7 +103,7 @@ class PlannerLoop:
         limit_s: exclusive upper limit of the step, in seconds. A slower plan may be returned
             without further work on it.
         named: the named plans to compare with; None for none.
-        whole: whether layers are never grouped beyond `pricing`.
+        never_regroups: whether layers are never grouped beyond `pricing`.
         regions: as in `SearchState`.
     """
 
@@ -111,7 +111,7 @@ class PlannerLoop:
     pricing: Callable[[Starts], Priced]
     limit_s: float = math.inf
     named: NamedPlans | None = None
-    whole: bool = False
+    never_regroups: bool = False
     regions: frozenset[int] | None = None
     _solving: Solving = field(init=False)
 
@@ -130,7 +130,7 @@ class PlannerLoop:
             InfeasibleError: if no plan that fits was found.
             TooSlow: if the bound is not below `limit_s`.
         """
-        effort = Effort.WHOLE if self.whole else Effort.MIXED
+        effort = Effort.WHOLE if self.never_regroups else Effort.MIXED
         state = SearchState(
             SearchPhase.ASK, self.ungrouped_layers, self.regions, self.limit_s, effort
         )
@@ -456,4 +456,4 @@ def _take_proof(groups: LayerGroups, choices: Solution) -> LayerGroups:
 
 def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
     """Add moments whose reserves were learned from plans with other groups."""
-    return replace(groups, learnt=Learnt.from_reserves(groups.learnt.liveness, reserves))
+    return replace(groups, learnt=LearnedMoments.from_reserves(groups.learnt.liveness, reserves))

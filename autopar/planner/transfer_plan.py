@@ -217,7 +217,7 @@ class _CarriedPiece:
     Attributes:
         has_kernels: whether the plan uses collective-overlap kernels.
         schedule: the schedule; None if the batch is not divided into microbatches.
-        flying: microbatches in flight.
+        in_flight: microbatches in flight.
     """
 
     plan: Plan
@@ -226,7 +226,7 @@ class _CarriedPiece:
     budget: int
     has_kernels: bool
     schedule: StageSchedule | None
-    flying: int
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class _Carrier:
         """
         _check_inputs(piece, self.mesh, self.num_microbatches)
         priced = self._price_piece(piece, crossing)
-        peaks = Peaks(self.options, piece.schedule, piece.flying, self.stage_cache)
+        peaks = Peaks(self.options, piece.schedule, piece.in_flight, self.stage_cache)
         emitter = Emitter(
             piece.trace,
             self.mesh,
@@ -292,7 +292,7 @@ class _Carrier:
             forced=forced,
             crossing=crossing,
             num_microbatches=self.num_microbatches,
-            num_in_flight=piece.flying,
+            num_in_flight=piece.in_flight,
         )
 
 

@@ -229,14 +229,14 @@ def compute_measurements(sizes: Sizes, device: str = "cpu") -> Iterator[Measurem
         yield from _memory_bound(numel, min(numel, sizes.row), device)
 
 
-def _drawn(shape: tuple[int, ...], dtype: str, device: str) -> Tensor:
+def _random_tensor(shape: tuple[int, ...], dtype: str, device: str) -> Tensor:
     return torch.randn(shape, device=device).to(getattr(torch, dtype))
 
 
 def _matmul(m: int, n: int, k: int, dtype: str, device: str) -> Run:
     """Return the product of a linear layer with its two gradients. The time of a point is a third
     of theirs."""
-    x, w, g = (_drawn(shape, dtype, device) for shape in ((m, k), (n, k), (m, n)))
+    x, w, g = (_random_tensor(shape, dtype, device) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> None:
         """Compute the product and the gradients."""
@@ -248,12 +248,12 @@ def _matmul(m: int, n: int, k: int, dtype: str, device: str) -> Run:
 
 
 def _attention(shape: tuple[int, ...], dtype: str, device: str) -> Run:
-    q, k, v = (_drawn(shape, dtype, device) for _ in range(3))
+    q, k, v = (_random_tensor(shape, dtype, device) for _ in range(3))
     return lambda: ops.attention(q, k, v, None, False, shape[-1] ** -0.5)
 
 
 def _attention_backward(shape: tuple[int, ...], dtype: str, device: str) -> Run:
-    q, k, v, grad = (_drawn(shape, dtype, device) for _ in range(4))
+    q, k, v, grad = (_random_tensor(shape, dtype, device) for _ in range(4))
     out, lse = ops.attention(q, k, v, None, False, shape[-1] ** -0.5)
     return lambda: ops.attention_backward(grad, q, k, v, out, lse, None, False, shape[-1] ** -0.5)
 
@@ -264,25 +264,28 @@ def _memory_bound(numel: int, row: int, device: str) -> Iterator[Measurement]:
 
     def addition() -> Run:
         """Make the data of an addition."""
-        x, y = _drawn((numel,), "float32", device), _drawn((numel,), "float32", device)
+        x, y = (
+            _random_tensor((numel,), "float32", device),
+            _random_tensor((numel,), "float32", device),
+        )
         return lambda: torch.add(x, y)
 
     def gelu() -> Run:
         """Make the data of a GELU."""
-        x = _drawn((numel,), "float32", device)
+        x = _random_tensor((numel,), "float32", device)
         return lambda: torch.nn.functional.gelu(x)
 
     def norm() -> Run:
         """Make the data of a layer norm over rows."""
         rows, weight = (
-            _drawn((numel // row, row), "float32", device),
-            _drawn((row,), "float32", device),
+            _random_tensor((numel // row, row), "float32", device),
+            _random_tensor((row,), "float32", device),
         )
         return lambda: torch.nn.functional.layer_norm(rows, weight.shape, weight, weight)
 
     def lookup() -> Run:
         """Make the data of an embedding with random ids."""
-        rows = _drawn((numel // row, row), "float32", device)
+        rows = _random_tensor((numel // row, row), "float32", device)
         ids = torch.randint(numel // row, (numel // row,), device=device)
         return lambda: ops.embedding(rows, ids)
 

@@ -197,13 +197,13 @@ class Effect:
 
     Attributes:
         rise_bytes: the largest increase of live bytes during the call.
-        made: the size in bytes of each new storage, and whether it is in host memory.
+        new_storages: the size in bytes of each new storage, and whether it is in host memory.
         result: the result, with a `NodePlace` instead of each tensor.
         emptied: whether the call empties a list that is an operand.
     """
 
     rise_bytes: int
-    made: tuple[tuple[int, bool], ...]
+    new_storages: tuple[tuple[int, bool], ...]
     result: Any
     emptied: bool
 
@@ -485,7 +485,10 @@ class _Run:
             effect = known[key] = tried_out(node, call, env, self.memory)
         storages = [
             *call.storages,
-            *(AbstractStorage(size, self.memory, on_host=there) for size, there in effect.made),
+            *(
+                AbstractStorage(size, self.memory, on_host=there)
+                for size, there in effect.new_storages
+            ),
         ]
         value = _place_storages(effect.result, storages)
         if effect.emptied:

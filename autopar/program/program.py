@@ -327,7 +327,7 @@ class Program:
         cut = self.microbatches.inputs
         called = (i for i in self.trace.inputs if not i.given)
         return tuple(
-            _whole(i, self.microbatches.num, cut.get(i.path, -1), len(self.mesh.shape))
+            _full_border(i, self.microbatches.num, cut.get(i.path, -1), len(self.mesh.shape))
             for i in called
         )
 
@@ -374,7 +374,7 @@ def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[Progra
         num_axes: the number of mesh axes.
     """
     dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in how.outputs.items()}
-    pairs = ((o, _whole(o, how.num, dims.get(o.path, -1), num_axes)) for o in part.outputs)
+    pairs = ((o, _full_border(o, how.num, dims.get(o.path, -1), num_axes)) for o in part.outputs)
     return tuple(
         replace(
             whole,
@@ -386,7 +386,7 @@ def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[Progra
     )
 
 
-def _whole(border: Input | Output, num: int, dim: int, num_axes: int) -> ProgramTensor:
+def _full_border(border: Input | Output, num: int, dim: int, num_axes: int) -> ProgramTensor:
     shape = tuple(size * num if d == dim else size for d, size in enumerate(border.shape))
     return ProgramTensor(border.path, shape, shape, border.dtype, Layout.replicated(num_axes))
 

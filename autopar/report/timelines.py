@@ -61,7 +61,7 @@ def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
             )
     else:
         step_axes = rows[0][0]
-    _whole(step_axes, bars)
+    _draw_step(step_axes, bars)
     figure_of_it: Figure = figure
     return figure_of_it
 
@@ -72,7 +72,7 @@ def _typical_layer(bars: Sequence[Bar]) -> str:
     return layers[len(layers) // 2] if len(layers) > 1 else ""
 
 
-def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
+def _draw_step(axes: Axes, bars: Sequence[Bar]) -> None:
     """Draw every bar. Layers alternate in shade; a line marks the start of backward, if any."""
     order = {label: i for i, label in enumerate(dict.fromkeys(bar[0] for bar in bars))}
     end = max((start + duration for *_, start, duration in bars), default=1.0)

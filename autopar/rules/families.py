@@ -31,7 +31,7 @@ def dims_of(value: int | Iterable[int] | None, rank: int) -> frozenset[int]:
     return frozenset(d % rank for d in dims) if dims and rank else frozenset(range(rank))
 
 
-def _whole(term: Term, dims: Iterable[int]) -> Term:
+def _keep_whole(term: Term, dims: Iterable[int]) -> Term:
     return tuple(WHOLE if d in set(dims) else letter for d, letter in enumerate(term))
 
 
@@ -84,11 +84,11 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
         term = _letters(rank)
         same_rank = len(call.outputs[0].shape) == rank
         result = (
-            _whole(term, reduced)
+            _keep_whole(term, reduced)
             if same_rank
             else tuple(x for d, x in enumerate(term) if d not in reduced)
         )
-        source = _whole(term, reduced) if whole else term
+        source = _keep_whole(term, reduced) if whole else term
         return Factors(
             (source,),
             (result,) * len(call.outputs),
@@ -112,7 +112,7 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
         """Return one letter per dim, except the one that the op works along."""
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
         given_dims = argument(call, "dim", argument(call, "dims", dim))
-        term = _whole(_letters(rank), dims_of(given_dims, rank))
+        term = _keep_whole(_letters(rank), dims_of(given_dims, rank))
         inputs = tuple(
             term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs
         )
@@ -168,7 +168,7 @@ def permutation(call: Call) -> Factors:
 def select(call: Call) -> Factors:
     """Return the factors of select.int and unbind: the dim is not split, and is removed."""
     rank = len(call.inputs[0].shape)
-    term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
+    term = _keep_whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
         (term,), (tuple(x for x in term if x != WHOLE),) * len(call.outputs), linear=((0,),)
     )
@@ -177,14 +177,14 @@ def select(call: Call) -> Factors:
 def select_backward(call: Call) -> Factors:
     """Return the factors of select_backward: the selected dim is restored and not split."""
     rank = len(call.outputs[0].shape)
-    term = _whole(_letters(rank), [argument(call, "dim") % rank])
+    term = _keep_whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((tuple(x for x in term if x != WHOLE),), (term,), linear=((0,),))
 
 
 def select_scatter(call: Call) -> Factors:
     """Return the factors of select_scatter: a tensor is written into a tensor with one more dim."""
     rank = len(call.outputs[0].shape)
-    term = _whole(_letters(rank), [argument(call, "dim") % rank])
+    term = _keep_whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((term, tuple(x for x in term if x != WHOLE)), (term,), linear=((0, 1),))
 
 
@@ -192,7 +192,7 @@ def stack(call: Call) -> Factors:
     """Return the factors of stack: all operands have the same placement, and the new dim is not
     split."""
     rank = len(call.outputs[0].shape)
-    term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
+    term = _keep_whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
         (tuple(x for x in term if x != WHOLE),) * len(call.inputs),
         (term,),
@@ -206,7 +206,7 @@ def slice_(call: Call) -> Factors:
     term = _letters(len(call.inputs[0].shape))
     dim = argument(call, "dim", 0) % max(len(term), 1)
     if call.inputs[0].shape != call.outputs[0].shape:
-        term = _whole(term, [dim])
+        term = _keep_whole(term, [dim])
     return Factors((term,), (term,), linear=((0,),))
 
 
@@ -216,21 +216,21 @@ def pad(call: Call) -> Factors:
     pairs = argument(call, "pad")
     rank = len(call.inputs[0].shape)
     padded = [rank - 1 - i for i in range(len(pairs) // 2) if pairs[2 * i] or pairs[2 * i + 1]]
-    term = _whole(_letters(rank), padded)
+    term = _keep_whole(_letters(rank), padded)
     return Factors((term,), (term,), linear=((0,),) if argument(call, "value", 0) == 0 else ())
 
 
 def repeat(call: Call) -> Factors:
     """Return the factors of repeat: repeated dims are not split."""
     repeats, rank = argument(call, "repeats"), len(call.outputs[0].shape)
-    term = _whole(_letters(rank), [d for d, times in enumerate(repeats) if times != 1])
+    term = _keep_whole(_letters(rank), [d for d, times in enumerate(repeats) if times != 1])
     return Factors((term[rank - len(call.inputs[0].shape) :],), (term,), linear=((0,),))
 
 
 def triangle(call: Call) -> Factors:
     """Return the factors of tril and triu: the last two dims are not split."""
     rank = len(call.inputs[0].shape)
-    term = _whole(_letters(rank), [rank - 2, rank - 1])
+    term = _keep_whole(_letters(rank), [rank - 2, rank - 1])
     return Factors((term,), (term,), linear=((0,),))
 
 
@@ -252,7 +252,7 @@ def index(call: Call) -> Factors:
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     at = indexed[0] if adjacent else 0
     rest = [x for d, x in enumerate(source) if d not in indexed]
-    terms: dict[int, Term] = {0: _whole(source, indexed)}
+    terms: dict[int, Term] = {0: _keep_whole(source, indexed)}
     terms |= {
         indices[d].index: broadcast[rank - len(call.inputs[indices[d].index].shape) :]
         for d in indexed
@@ -358,7 +358,7 @@ def histogram(call: Call) -> Factors:
     the values."""
     term = _letters(len(call.inputs[0].shape))
     has_border = argument(call, "min", 0) < argument(call, "max", 0)
-    return Factors((term if has_border else _whole(term, range(len(term))),), ((WHOLE,),))
+    return Factors((term if has_border else _keep_whole(term, range(len(term))),), ((WHOLE,),))
 
 
 def getitem(call: Call) -> Factors:

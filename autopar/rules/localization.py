@@ -85,7 +85,7 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], L
     return local
 
 
-def _drawn(site: Site) -> Local:
+def _draw_part(site: Site) -> Local:
     """Set the shape of the part, and its window in the full tensor."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
@@ -225,7 +225,7 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **dict.fromkeys(dispatch.TOKENS, dispatch.local),
     ops.cross_entropy_backward: _start(0, -1),
     ops.embedding_backward: _embedding_backward,
-    **{op: _drawn for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
+    **{op: _draw_part for op in (random.keep_mask, random.uniform, random.normal, random.randint)},
     **{op: _mean_loss(0) for op in LOSSES},
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),

@@ -69,7 +69,7 @@ class DirectCalls:
         self._backwards = Backwards()
 
     @property
-    def held(self) -> tuple[ProgramTensor, ...]:
+    def parameters(self) -> tuple[ProgramTensor, ...]:
         """The parameters, in the order in which `run` takes them."""
         return self._stage.parameters
 
@@ -87,7 +87,7 @@ class DirectCalls:
 
         Args:
             inputs: the local inputs, in the program's order.
-            parameters: the DTensors of `held`, in its order.
+            parameters: the DTensors of the parameters, in the order of the property.
             buffers: the DTensors of the buffers, by name.
             scale: unused, since autograd passes the factor of the loss.
             trains: whether a parameter trains.
@@ -246,7 +246,7 @@ class DirectCalls:
                 storage.graph_shape, dtype=storage.tensor.dtype, device=self._devices.device_type
             )
         if isinstance(tangent, DTensor):
-            tangent = tangent.redistribute(storage.seen, storage.placements).to_local()
+            tangent = tangent.redistribute(storage.dtensor_mesh, storage.placements).to_local()
         elif self._outputs != "local":
             sizes, place = tuple(self._devices.shape), self._devices.get_coordinate() or ()
             tangent = local_part(tangent, storage.tensor.layout, sizes, storage.tensor.view, place)
@@ -274,7 +274,7 @@ class _Step(torch.autograd.Function):
             buffers: the buffers by name.
             trained: the inputs that have a gradient, then all parameters.
         """
-        parameters = trained[len(trained) - len(calls.held) :]
+        parameters = trained[len(trained) - len(calls.parameters) :]
         outputs, saved = calls.run_forward(inputs, parameters, buffers, watched, keep=True)
         # Not save_for_backward: backward takes the list and frees the values one by one.
         ctx.calls, ctx.saved, ctx.watched = calls, saved, watched

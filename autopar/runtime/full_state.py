@@ -50,7 +50,11 @@ def whole_values(
     full_values = dict[str, Tensor]()
     for owner in dict.fromkeys(owner for each in everywhere for owner in each):
         holders = [number for number, each in enumerate(everywhere) if owner in each]
-        value = _whole(holder.stored(names_by_owner[owner][0])) if owner in names_by_owner else None
+        value = (
+            _gather_on_host(holder.stored(names_by_owner[owner][0]))
+            if owner in names_by_owner
+            else None
+        )
         wanting = {0} if rank0_only else set(range(len(everywhere)))
         if wanting - set(holders):  # the value belongs to a stage that some of these ranks lack
             value = _broadcast(value, holders[0])
@@ -109,7 +113,7 @@ def _check_joined(held: Mapping[str, Tensor]) -> None:
         raise RuntimeStateError(message, remedy=remedy)
 
 
-def _whole(stored: Tensor) -> Tensor:
+def _gather_on_host(stored: Tensor) -> Tensor:
     """Return a copy of the full tensor on the CPU."""
     value = stored.detach()
     if not isinstance(value, DTensor):

@@ -179,7 +179,7 @@ def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeStateError(
             message, remedy="use torch.stack([...]), or torch.tensor([float(x) for x in ...])"
         )
-    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    return func(*tree_map(_gather_full, args), **tree_map(_gather_full, kwargs))
 
 
 def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
@@ -219,7 +219,7 @@ def _select(x: Any, *, places: Sequence[int], length: int, is_plain: bool) -> An
     unchanged, or as full tensors if the entries are plain tensors."""
     if isinstance(x, tuple | list) and len(x) == length:
         return [x[place] for place in places]
-    return _whole(x) if is_plain else x
+    return _gather_full(x) if is_plain else x
 
 
 def compute(
@@ -247,7 +247,7 @@ def compute(
         if not isinstance(x, DTensor):
             return x
         if id(x) not in replacements:
-            replacements[id(x)] = _whole(x).clone() if id(x) in written else _whole(x)
+            replacements[id(x)] = _gather_full(x).clone() if id(x) in written else _gather_full(x)
         return replacements[id(x)]
 
     whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
@@ -316,11 +316,11 @@ def put_whole(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
 
 def _on(x: Any, mesh: DeviceMesh) -> Any:
     if isinstance(x, DTensor):
-        return x if x.device_mesh == mesh else _replicate_value(_whole(x), mesh)
+        return x if x.device_mesh == mesh else _replicate_value(_gather_full(x), mesh)
     return _replicate_value(x, mesh) if isinstance(x, Tensor) else x
 
 
-def _whole(x: Any) -> Any:
+def _gather_full(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -49,7 +49,7 @@ class Calls(Protocol):
     buffers: tuple[str, ...]
 
     @property
-    def held(self) -> tuple[ProgramTensor, ...]:
+    def parameters(self) -> tuple[ProgramTensor, ...]:
         """The parameters of this rank, in the order in which `run` takes them."""
 
     def run(
@@ -65,7 +65,7 @@ class Calls(Protocol):
 
         Args:
             inputs: the program's inputs.
-            parameters: the parameters, in the order of `held`.
+            parameters: the parameters, in the order of the property.
             buffers: the buffers, by name.
             scale: the factor by which the user multiplies the loss.
             trains: whether gradients are enabled and a parameter of this rank gets a gradient.
@@ -210,7 +210,7 @@ class ParallelModule(Compiled):
         inputs = self._program_inputs(args, kwargs, self._world)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
-        tensors = self._program_calls.held
+        tensors = self._program_calls.parameters
         parameters = [self.get_parameter(t.name) for t in tensors]
         buffers = {name: self.get_buffer(name) for name in self._program_calls.buffers}
         may_train = torch.is_grad_enabled() and self._may_train
@@ -225,7 +225,7 @@ class ParallelModule(Compiled):
             return ""
         if not self.program.is_single:  # with stages or microbatches there is only one program
             return ""
-        frozen = (t.name for t in self._program_calls.held if not t.requires_grad)
+        frozen = (t.name for t in self._program_calls.parameters if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
 
     def _set_up(self, variant: ProgramVariant) -> None:

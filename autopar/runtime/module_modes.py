@@ -53,12 +53,12 @@ class FollowedModes:
     """The modes of a compiled module.
 
     Attributes:
-        own: runs the overrides of the model; None if there are none.
+        overrides: runs the overrides of the model; None if there are none.
         captured: the state for which the program was compiled.
         now: the current state.
     """
 
-    own: OwnModes | None = None
+    overrides: OwnModes | None = None
     captured: ModeState = ()
     now: ModeState = ()
 

@@ -377,13 +377,13 @@ class Steps:
     """A record of the steps of optimizers since a module was called.
 
     Attributes:
-        taken: a description of each step, in order.
+        descriptions: a description of each step, in order.
         before_call: the steps and changes of parameters and gradients before the current call of
             the module, in words; None if ranks have disagreed since the last call.
     """
 
     def __init__(self) -> None:
-        self.taken: list[str] = []
+        self.descriptions: list[str] = []
         self.before_call: str | None = ""
         self._num_failures = 0
 
@@ -397,7 +397,7 @@ class Steps:
             None if no optimizer has stepped and no parameter is trained, or if ranks have disagreed
             since the last call.
         """
-        steps_taken, self.taken, self.before_call = self.taken, [], None
+        steps_taken, self.descriptions, self.before_call = self.descriptions, [], None
         before, self._num_failures = self._num_failures, num_failures()
         changed = changes.take()
         if before != self._num_failures:
@@ -517,7 +517,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     marks = {id(mark): mark for mark in _marks(optimizer)}
     step_text = describe_step(optimizer) if marks else ""
     for steps in marks.values():
-        steps.taken.append(step_text)
+        steps.descriptions.append(step_text)
     setattr(optimizer, _CHANGES, changes.recorded())
     if getattr(optimizer, _MARK, False):
         return take(optimizer, args, kwargs)

@@ -210,12 +210,12 @@ class Holder(Drawing):
         """Set the mode of the whole module, and return it. If the model overrides `train` or
         `eval`, every submodule gets the mode that the override gives it, and parameters that it
         freezes are frozen."""
-        if self.modes.own is None:
+        if self.modes.overrides is None:
             for module in self.modules():
                 module.training = mode
             return self
         trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        new_modes = self.modes.own.set_mode(mode, trained)
+        new_modes = self.modes.overrides.set_mode(mode, trained)
         for path, training in new_modes.modes.items():
             self._container(path).training = training
         for name, parameter in self.named_parameters():

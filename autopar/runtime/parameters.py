@@ -30,8 +30,8 @@ class Storage:
     Attributes:
         tensor: the tensor of the program.
         devices: the program's mesh.
-        seen: the mesh of the DTensor: `devices`, possibly with some axes joined.
-        placements: the placements of the DTensor on `seen`.
+        dtensor_mesh: the mesh of the DTensor: `devices`, possibly with some axes joined.
+        placements: the placements of the DTensor on `dtensor_mesh`.
         graph_shape: the local shape in terms of the tensor's `view`, as in graphs.
         stored_shape: the local shape in terms of the tensor's `shape`, as in the DTensor.
         spec: the spec of the DTensor; all tensors of this storage share it.
@@ -39,7 +39,7 @@ class Storage:
 
     tensor: ProgramTensor
     devices: DeviceMesh
-    seen: DeviceMesh
+    dtensor_mesh: DeviceMesh
     placements: tuple[Placement, ...]
     graph_shape: tuple[int, ...]
     stored_shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class Storage:
             return DTensor(local, self.spec, requires_grad=False)  # no autograd function runs
         meta = self.spec.tensor_meta
         assert meta is not None, "a storage has a shape"
-        return wrap_local(local, self.seen, self.placements, meta.shape, meta.stride)
+        return wrap_local(local, self.dtensor_mesh, self.placements, meta.shape, meta.stride)
 
     def local(self, stored: Tensor) -> Tensor:
         """Return the local tensor of a stored tensor as a view with `graph_shape`.
@@ -139,7 +139,7 @@ class Storage:
         both = zip(self.placements, stored.placements, strict=False)
         return all(
             size == 1 or mine == its
-            for size, (mine, its) in zip(self.seen.shape, both, strict=False)
+            for size, (mine, its) in zip(self.dtensor_mesh.shape, both, strict=False)
         )
 
     def _replaced_error(self, stored: Tensor) -> RuntimeStateError:

@@ -257,7 +257,7 @@ class StageCalls:
         works: the work of each stage of this rank, by the index of the stage.
         how: the microbatches, with their weights bound to this rank.
         kept: the outputs of the batch that a call returns.
-        held: the parameters of this rank.
+        parameters: the parameters of this rank.
         storages: the storage of parameters and buffers, by name.
         world: the whole mesh.
     """
@@ -268,11 +268,11 @@ class StageCalls:
         works: Mapping[int, StageWork],
         how: Microbatches,
         kept: Sequence[ProgramTensor],
-        held: Sequence[ProgramTensor],
+        parameters: Sequence[ProgramTensor],
         storages: Mapping[str, Storage],
         world: DeviceMesh,
     ) -> None:
-        self.exchange, self.how, self.kept, self.held = exchange, how, kept, held
+        self.exchange, self.how, self.kept, self.parameters = exchange, how, kept, parameters
         self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
         self.backwards = Backwards()
@@ -417,7 +417,7 @@ class StageCalls:
         with torch.no_grad():  # instead of `detach`, which fails under torch.inference_mode
             locals = {
                 t.name: self._storages[t.name].local(p)
-                for p, t in zip(parameters, self.held, strict=True)
+                for p, t in zip(parameters, self.parameters, strict=True)
             }
         changed: set[str] = set()
         for work in works.values():
@@ -479,12 +479,12 @@ class StageCalls:
                 sums[name] = sums[name].add_(gradient) if name in sums else gradient
         if not keep:
             return []
-        for t, parameter in zip(self.held, parameters, strict=True):
+        for t, parameter in zip(self.parameters, parameters, strict=True):
             if t.name in self.exchange.shared and t.name not in sums:  # zero on this stage
                 with torch.no_grad():
                     sums[t.name] = torch.zeros_like(self._storages[t.name].local(parameter))
         self.exchange.add_shared(sums)
-        return [sums.get(t.name) for t in self.held if t.has_gradient]
+        return [sums.get(t.name) for t in self.parameters if t.has_gradient]
 
     def wrap_gradients(
         self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()
@@ -498,9 +498,9 @@ class StageCalls:
         Returns:
             One gradient per parameter of this rank; None for a parameter without a gradient.
         """
-        named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
+        named = zip((t.name for t in self.parameters if t.has_gradient), gradients, strict=True)
         by_name = {name: gradient for name, gradient in named if name not in without}
-        shown = [(t.name, by_name.get(t.name)) for t in self.held]
+        shown = [(t.name, by_name.get(t.name)) for t in self.parameters]
         return [
             None if gradient is None else hold_value(self._storages[name].wrap(gradient))
             for name, gradient in shown
@@ -536,7 +536,9 @@ class StageCalls:
                 [*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())],
                 work.saved_values(),
             )
-        watched.follow(zip((f"parameter {t.name!r}" for t in self.held), parameters, strict=True))
+        watched.follow(
+            zip((f"parameter {t.name!r}" for t in self.parameters), parameters, strict=True)
+        )
         return watched
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:

@@ -205,12 +205,12 @@ class ScaledStep:
             self._scale.confirm()
         else:
             scaled.clear()  # free the memory for the second run
-            scaled = self._again(factor)
+            scaled = self._run_again(factor)
             self._scale.learn(factor)
         self._operands, self._before, self._versions = None, None, []
         return scaled
 
-    def _again(self, tangent: float) -> list[Tensor | None]:
+    def _run_again(self, tangent: float) -> list[Tensor | None]:
         """Return the gradients of a second run, which does not change buffers."""
         assert self._operands is not None, "gradients are returned once"
         parts, buffers, parameters = self._operands
@@ -264,7 +264,8 @@ class ScaledStep:
         assert self._operands is not None, "the step has not run"
         parts, buffers, parameters = self._operands
         named = [
-            (f"parameter {t.name!r}", x) for t, x in zip(self._calls.held, parameters, strict=True)
+            (f"parameter {t.name!r}", x)
+            for t, x in zip(self._calls.parameters, parameters, strict=True)
         ]
         named += [(name, x.to_local()) for name, x in named if isinstance(x, DTensor)]
         named += [
@@ -390,8 +391,8 @@ class ScheduledCalls:
         }
         groups = next(iter(executors.values())).groups
         how = program.microbatches.bound(lambda graph: bind(graph, groups, world.device_type))
-        self.held = _parameters_of(stages, trained)
-        self._calls = StageCalls(exchange, works, how, returned, self.held, storages, world)
+        self.parameters = _parameters_of(stages, trained)
+        self._calls = StageCalls(exchange, works, how, returned, self.parameters, storages, world)
         if exchange.group is not None:
             share_overflows(exchange.group, world.device_type)
 
@@ -409,7 +410,7 @@ class ScheduledCalls:
 
         Args:
             inputs: the local inputs of the batch, in the program's order.
-            parameters: the DTensors of `held`, in its order.
+            parameters: the DTensors of the parameters, in the order of the property.
             buffers: the DTensors of the buffers, by name.
             scale: the factor of the loss.
             trains: unused, since a rank whose stages have no trained parameters also takes part in

@@ -69,7 +69,7 @@ def classes_of(
             its possible layouts.
     """
     forced = forced or Forced.nothing()
-    clusters = clusters_of(trace, forced.named.apart)
+    clusters = clusters_of(trace, forced.named.separate)
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         slots = tuple(

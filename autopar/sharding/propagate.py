@@ -81,7 +81,7 @@ class SpreadLabels:
         sources: split tensor → its sources.
         contracted: sources of tensors that a product contracts.
         scored: sources of tensors that a cross entropy reads.
-        apart: nodes that read an operand in another placement than that in which it is produced.
+        separate: nodes that read an operand in another placement than that in which it is produced.
         weights: weights that data parallelism leaves in the placement in which they are read.
         gathering: nodes that gather split operands because they cannot compute on a part; along a
             sequence, those without a split result.
@@ -94,7 +94,7 @@ class SpreadLabels:
     sources: dict[Ref, frozenset[str]] = field(default_factory=dict)
     contracted: set[str] = field(default_factory=set)
     scored: set[str] = field(default_factory=set)
-    apart: set[str] = field(default_factory=set)
+    separate: set[str] = field(default_factory=set)
     weights: set[str] = field(default_factory=set)
     gathering: set[str] = field(default_factory=set)
     uneven: str = ""

@@ -59,9 +59,10 @@ class Named:
         grid: axes of grids. Over these, activations are kept for backward as split as in forward.
         gathered: parameter name → axes over which it is gathered without the others, so that they
             must be the innermost splitters.
-        apart: nodes that read an operand in another placement than that in which it is produced.
+        separate: nodes that read an operand in another placement than that in which it is produced.
         zero: axis of data parallelism → ZeRO stage; 0 if parameters are stored replicated.
-        parted: parameter name → axes of data parallelism over which it is read in parts (experts).
+        expert_axes: parameter name → axes of data parallelism over which it is read in parts, as
+            the weights of experts are.
         notes: effects of plans that their names do not show, one sentence each.
     """
 
@@ -70,9 +71,9 @@ class Named:
     plans: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
     gathered: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    apart: frozenset[str] = frozenset()
+    separate: frozenset[str] = frozenset()
     zero: Mapping[int, int] = field(default_factory=dict)
-    parted: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    expert_axes: Mapping[str, frozenset[int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def stages_of(self, parameter: str) -> Mapping[int, int]:
@@ -81,7 +82,7 @@ class Named:
         The stage is that of `zero`, or 3 on axes over which the parameter is read in parts, since
         it is neither gathered nor summed there.
         """
-        return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
+        return {**self.zero, **dict.fromkeys(self.expert_axes.get(parameter, ()), 3)}
 
     @property
     def holds(self) -> bool:
@@ -172,9 +173,9 @@ def resolve_named(
         plans=tuple(words.get(axis, "") for axis in range(len(mesh.axes))),
         grid=grid,
         gathered={name: frozenset(axes).intersection(grid) for name, axes in sharded.items()},
-        apart=frozenset().union(*(on.labels.apart for on in on_axes)),
+        separate=frozenset().union(*(on.labels.separate for on in on_axes)),
         zero={on.axis: on.plan.zero for on in on_axes if not on.plan.kind},
-        parted={
+        expert_axes={
             p.name: frozenset(on.axis for on in on_axes if on.splits_reads(p))
             for p in trace.parameters
         },

@@ -6,7 +6,7 @@ from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
 from autopar.solve.min_budget import Least, Lightest, least_budget
 from autopar.solve.multipliers import quickest
-from autopar.solve.pick_kernels import Taken, within
+from autopar.solve.pick_kernels import KernelUse, within
 from autopar.solve.prices import op_load, routed_load
 from autopar.solve.pulp_models import check_solver, write_lp
 from autopar.solve.smaller import SmallerProblem
@@ -17,11 +17,11 @@ __all__ = [
     "Cases",
     "Common",
     "Evaluation",
+    "KernelUse",
     "Least",
     "Lightest",
     "SearchRequest",
     "SmallerProblem",
-    "Taken",
     "check_solver",
     "choices_or_least",
     "evaluate",

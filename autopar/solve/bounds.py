@@ -49,7 +49,7 @@ def find_mixed(
 def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
     """List (op, name of the variable). Keeping a value is a decision of the op that computes it."""
     for n, row in enumerate(program.x):
-        yield from ((n, variable.name) for variable in (*row, *program.again.get(n, ())))
+        yield from ((n, variable.name) for variable in (*row, *program.recomputed.get(n, ())))
     for (v, _), variable in program.keep.items():
         yield program.problem.values[program.problem.variants[v].value].op, variable.name
 

@@ -94,7 +94,7 @@ class BranchingVariables:
         """
         column = engine.column
         choices = [np.array([column[v.name] for v in row], np.int32) for row in program.x]
-        again = [column[v.name] for row in program.again.values() for v in row]
+        again = [column[v.name] for row in program.recomputed.values() for v in row]
         regions = [column[v.name] for v in program.regions.values()]
         regions = [region for region in regions if sizes[region] > 0.0]  # the others are free
         keep_columns = [column[v.name] for v in program.keep.values()]

@@ -56,7 +56,13 @@ class Free:
         """
         potentials = None if ascent is None else ascent.potentials()
         return Free(
-            program.problem, program, excess, engine.again(), relaxation, ascent, potentials
+            program.problem,
+            program,
+            excess,
+            engine.copy_for_search(),
+            relaxation,
+            ascent,
+            potentials,
         )
 
     def begin(self, problem: Problem, time_limit_s: float) -> tuple[Formulation, Excess, Engine]:
@@ -64,7 +70,11 @@ class Free:
         relaxation."""
         program = copy.copy(self.program)
         program.problem = problem
-        return program, Excess(program, self.excess.variables), self.engine.again(time_limit_s)
+        return (
+            program,
+            Excess(program, self.excess.variables),
+            self.engine.copy_for_search(time_limit_s),
+        )
 
     def ascent_of(self, problem: Problem) -> Ascent | None:
         """Restore the ascent for another problem's moments. All searches share one ascent, so the

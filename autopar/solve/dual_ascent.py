@@ -89,11 +89,11 @@ class MemoryPrices:
         for row in rows:
             per_byte = self.worths_s[row.name] / max(self.problem.budget_bytes, 1)
             self.reserved_s += per_byte * row.reserve_bytes
-            for v, num in row.held:
+            for v, num in row.kept:
                 self.of_kept[v] += per_byte * num
             for n, sizes in row.live:
                 self.of_ops[n] += per_byte * np.array(sizes, float)
-            for n, sizes in row.again:
+            for n, sizes in row.recomputed:
                 self.of_again[n] = self.of_again.get(n, 0.0) + per_byte * np.array(sizes, float)
         memory_s = sum(self.worths_s[row.name] for row in rows)
         per_byte = memory_s / max(self.problem.budget_bytes, 1)
@@ -180,7 +180,7 @@ class _GroupBuilder:
         later += [
             (i, self.again[use.op], read[i])
             for i, use in first
-            if use.again and use.op in self.again
+            if use.read_again and use.op in self.again
         ]
         if not later or value.phase != "forward":
             return

@@ -299,7 +299,7 @@ def _price_trees(
         (problem, v, late, r)
         for late, phase in ((False, forward), (True, backward))
         for v, r in phase.items()
-        if r.taken
+        if r.kernels
     ]
     less = sum((saved_by(*each) for each in saved), Load())
     less = sum(

@@ -149,9 +149,9 @@ class Formulation(KernelRows):
                 self._row((RULED_OUT, n), [(self.x[n][s], 1) for s in ruled_out[n]], AT_MOST, 0)
             rows = [(self.x[n], False)]
             if n in useful:
-                self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
-                self._row((AGAIN, n), [(v, 1) for v in self.again[n]], AT_MOST, 1)
-                rows.append((self.again[n], True))
+                self.recomputed[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]
+                self._row((AGAIN, n), [(v, 1) for v in self.recomputed[n]], AT_MOST, 1)
+                rows.append((self.recomputed[n], True))
             for row, again in rows:
                 self.loads += [
                     (x, op_load(self.problem, n, s, again=again))
@@ -220,9 +220,11 @@ class Formulation(KernelRows):
         now = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase == value.phase}
         later = {i: self._demand(u, graph, self.x[u.op]) for i, u in uses if u.phase != value.phase}
         again = [
-            (i, u) for i, u in uses if u.phase == value.phase and u.again and u.op in self.again
+            (i, u)
+            for i, u in uses
+            if u.phase == value.phase and u.read_again and u.op in self.recomputed
         ]
-        later |= {i: self._demand(u, graph, self.again[u.op]) for i, u in again}
+        later |= {i: self._demand(u, graph, self.recomputed[u.op]) for i, u in again}
         arriving = self._flows((v, 0), supply, now)
         if later and self._has_later(v):
             self._flows((v, 1), self._later_supply(v, supply, [*now.values()], arriving), later)
@@ -260,7 +262,7 @@ class Formulation(KernelRows):
                     ],
                 )
                 for i, terms in enumerate(self.kernel_terms.scattered.get((v, layout), ())):
-                    self._whole((v, layout, i), [*kept_terms, *terms], supply[layout])
+                    self._add_full_tensor_row((v, layout, i), [*kept_terms, *terms], supply[layout])
                 for i, terms in enumerate(self.kernel_terms.unseen.get((v, layout), ())):
                     self._row((UNSEEN, v, layout, i), [*kept_terms, *terms], AT_MOST, 1)
                 if free:
@@ -268,8 +270,8 @@ class Formulation(KernelRows):
                         (v, layout, 1), [(keep, 1), *((variable, -c) for variable, c in read)]
                     )
                 later[layout] += kept_terms
-        if value.op in self.again:
-            for layout, terms in self._supply(v, self.again[value.op]).items():
+        if value.op in self.recomputed:
+            for layout, terms in self._supply(v, self.recomputed[value.op]).items():
                 later[layout] = later.get(layout, []) + terms
         return later
 
@@ -346,7 +348,7 @@ class Formulation(KernelRows):
     def budget_terms(self, row: BudgetRow) -> Terms:
         """Return the left side of a budget row without its reserve, in bytes."""
         values = [self.problem.values[variant.value] for variant in self.problem.variants]
-        held_factors, fetched = dict(row.held), dict(row.fetched)
+        held_factors, fetched = dict(row.kept), dict(row.fetched)
         kept_terms = [
             (
                 variable,
@@ -357,7 +359,9 @@ class Formulation(KernelRows):
             )
             for (v, version), variable in self.keep.items()
         ]
-        runs_again = ((self.again[n], sizes) for n, sizes in row.again if n in self.again)
+        runs_again = (
+            (self.recomputed[n], sizes) for n, sizes in row.recomputed if n in self.recomputed
+        )
         again = [
             (variable, float(c))
             for variables, sizes in runs_again
@@ -386,7 +390,7 @@ class Formulation(KernelRows):
         strategies = tuple(_largest(row, values) for row in self.x)
         recomputed = {
             n: _largest(row, values)
-            for n, row in self.again.items()
+            for n, row in self.recomputed.items()
             if sum(values[v.name] for v in row) > 0.5
         }
         kept_versions: dict[int, tuple[int, ...]] = {}

@@ -179,7 +179,7 @@ class Quick:
     def look(self) -> None:
         """Search for a plan that is close enough."""
         self._prove(quickest(self.problem))
-        self._offer(_whole(self.problem))
+        self._offer(_find_replicated(self.problem))
         if self.best is None or self.close:
             return
         self.ascent = ascent = Ascent(self.problem)
@@ -269,7 +269,7 @@ def _columns(problem: Problem) -> int:
     return flows + sum(len(op.strategies) for op in problem.ops)
 
 
-def _whole(problem: Problem) -> tuple[int, ...]:
+def _find_replicated(problem: Problem) -> tuple[int, ...]:
     """Return the strategies that keep every tensor whole on every device; −1 if an op has none."""
     choices = []
     for op in problem.ops:

@@ -246,7 +246,7 @@ class Engine:
         self.work = work or SimplexWork()
         self.vertex = Vertex()
 
-    def again(self, time_limit_s: float = math.inf) -> Engine:
+    def copy_for_search(self, time_limit_s: float = math.inf) -> Engine:
         """Copy the engine with its costs and its vertex for another search."""
         copied = copy.copy(self)
         copied.cost = self.cost.copy()

@@ -67,7 +67,7 @@ class KernelRows:
     problem: Problem
     model: Model = field(default_factory=Model, init=False)
     x: list[list[Column]] = field(default_factory=list)
-    again: dict[int, list[Column]] = field(default_factory=dict)
+    recomputed: dict[int, list[Column]] = field(default_factory=dict)
     regions: dict[int, Column] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     loads: list[tuple[Column, Load]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class KernelRows:
         v, late = group[0], bool(group[1])
         doing: dict[int, Terms] = {}
         for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
-            product = self.again.get(kernel.op) if kernel.again else self.x[kernel.op]
+            product = self.recomputed.get(kernel.op) if kernel.recomputed else self.x[kernel.op]
             if not product:
                 continue
             terms = self._kernel_flows((*group, i), kernel, arcs, doing)
@@ -137,7 +137,7 @@ class KernelRows:
         v = key[0]
         graph = self.problem.values[self.problem.variants[v].value].graph
         first = graph.arcs[kernel.hides[0].arc]
-        ways = self.kernel_terms.ways.setdefault((kernel.product[0], kernel.again), {})
+        ways = self.kernel_terms.ways.setdefault((kernel.product[0], kernel.recomputed), {})
         ways.setdefault(first.collective.kind, []).append(terms)
         strategies = self._products(v, kernel, product)
         self._row((PRODUCT, *key), [*terms, *((x, -c) for x, c in strategies)], AT_MOST, 0)
@@ -170,7 +170,7 @@ class KernelRows:
             d[source] for d in demands.values() if source in d
         ]
         for i, use in enumerate(uses):
-            self._whole((*group, a, i), [*terms, *use], supply[source])
+            self._add_full_tensor_row((*group, a, i), [*terms, *use], supply[source])
         if not late:
             self.kernel_terms.scattered.setdefault((v, source), []).append(terms)
 
@@ -199,7 +199,7 @@ class KernelRows:
     def _routes(self) -> None:
         """Add rows (17)."""
         for (n, s), route in self.problem.routes.items():
-            for again, variables in ((False, self.x[n]), (True, self.again.get(n))):
+            for again, variables in ((False, self.x[n]), (True, self.recomputed.get(n))):
                 if variables:
                     route_flow = self._flow(
                         routed_load(self.problem, n, route.saved_s, again=again)
@@ -218,7 +218,7 @@ class KernelRows:
             self.regions[region] = self._binary(f"z{region}")
         return self.regions[region]
 
-    def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
+    def _add_full_tensor_row(self, key: RowKey, terms: Terms, supply: Terms) -> None:
         """Add a row (12)."""
         self._row(
             (WHOLE, *key),

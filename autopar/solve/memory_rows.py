@@ -31,10 +31,10 @@ class BudgetRow:
     some recomputed ops, and a constant."""
 
     name: str
-    held: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     live: tuple[tuple[int, tuple[int, ...]], ...]
     reserve_bytes: int
-    again: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    recomputed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     fetched: tuple[tuple[int, int], ...] = ()
 
     def size(
@@ -54,10 +54,10 @@ class BudgetRow:
             held_bytes: variant → bytes that one instance keeps on the device.
             stored_bytes: variant → bytes that one instance stores on the hosts.
         """
-        kept_bytes = sum(num * held_bytes.get(v, 0) for v, num in self.held) + sum(
+        kept_bytes = sum(num * held_bytes.get(v, 0) for v, num in self.kept) + sum(
             num * stored_bytes.get(v, 0) for v, num in self.fetched
         )
-        again = sum(sizes[recomputed[op]] for op, sizes in self.again if op in recomputed)
+        again = sum(sizes[recomputed[op]] for op, sizes in self.recomputed if op in recomputed)
         return (
             static_bytes
             + kept_bytes
@@ -107,7 +107,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
             _instances_held(problem, m, others),
             (*m.live, *sums),
             m.reserve_bytes,
-            m.again,
+            m.recomputed,
             m.fetched,
         )
         for m in problem.moments
@@ -124,8 +124,8 @@ def _instances_held(
 ) -> tuple[tuple[int, int], ...]:
     """Count the instances held at a moment, with those of the other microbatches in flight."""
     if not others:
-        return moment.held
-    now = dict(moment.held)
+        return moment.kept
+    now = dict(moment.kept)
     return tuple(
         (v, now.get(v, 0) + variant.count * others) for v, variant in enumerate(problem.variants)
     )

@@ -146,7 +146,7 @@ def _most(problem: Problem) -> float:
         max(op.count * (s.static_bytes + s.gradient_bytes) for s in op.strategies)
         for op in problem.ops
     ]
-    live = sum(max(*sizes, 0) for row in rows for _, sizes in (*row.live, *row.again))
+    live = sum(max(*sizes, 0) for row in rows for _, sizes in (*row.live, *row.recomputed))
     return float(
         max(
             kept_bytes

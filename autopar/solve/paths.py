@@ -63,7 +63,7 @@ def worth_recomputing(problem: Problem) -> set[int]:
     for variant in problem.variants:
         value = problem.values[variant.value]
         for use in variant.uses:
-            if use.phase == value.phase and use.again:
+            if use.phase == value.phase and use.read_again:
                 made_by.setdefault(use.op, []).append(value.op)
             elif use.phase != value.phase:
                 useful.add(value.op)

@@ -25,12 +25,12 @@ Chosen = tuple[Sequence[int], Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The kernel of one collective: the op of its product, whether that op is recomputed (`again`),
-    and whether the kernel also computes a norm (`norms`)."""
+class KernelUse:
+    """The kernel of one collective: the op of its product, whether that op is recomputed, and
+    whether the kernel also computes a norm (`norms`)."""
 
     op: int
-    again: bool
+    recomputed: bool
     hidden: OverlapOption
     norms: bool = False
 
@@ -44,7 +44,7 @@ class Moves(Protocol):
         ...
 
     @property
-    def taken(self) -> Mapping[int, Taken]:
+    def kernels(self) -> Mapping[int, KernelUse]:
         """Position of a collective among `arcs` → the kernel that runs it."""
         ...
 
@@ -68,7 +68,7 @@ def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Overla
         """Return whether each op of the kernel has one of the required strategies."""
         needed = (kernel.op, kernel.strategies), kernel.product, *kernel.also
         return all(
-            (again.get(op, -1) if kernel.again else now[op]) in strategies
+            (again.get(op, -1) if kernel.recomputed else now[op]) in strategies
             for op, strategies in needed
         )
 
@@ -92,7 +92,7 @@ def pick_kernels(
     arcs: Sequence[Arc],
     wanted: set[int],
     kernels: Sequence[OverlapKernel],
-) -> dict[int, Taken]:
+) -> dict[int, KernelUse]:
     """Assign collectives to kernels, the largest saving first.
 
     Args:
@@ -120,23 +120,23 @@ def pick_kernels(
                     (
                         -hidden.saved_s,
                         kernel.product[0],
-                        kernel.again,
+                        kernel.recomputed,
                         hidden.arc,
                         hidden,
                         bool(kernel.also),
                     )
                 )
-    kernels_of_arcs: dict[int, Taken] = {}
+    kernels_of_arcs: dict[int, KernelUse] = {}
     busy: set[tuple[int, bool]] = set()
     for _, op, again, a, hidden, norms in sorted(offers, key=lambda offer: offer[:4]):
         position = at[graph.arcs[a].src, graph.arcs[a].dst]
         if position not in kernels_of_arcs and (op, again) not in busy:
-            kernels_of_arcs[position] = Taken(op, again, hidden, norms)
+            kernels_of_arcs[position] = KernelUse(op, again, hidden, norms)
             busy.add((op, again))
     return kernels_of_arcs
 
 
-def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
+def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, KernelUse]) -> set[int]:
     """Return the layouts in which a tensor never exists separately, since these kernels run some of
     its collectives."""
     scattered = {arcs[i].src for i in taken if arcs[i].collective.kind == "reduce_scatter"}
@@ -153,7 +153,7 @@ def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:
         moves: its collectives in that phase.
     """
     return saved_load(
-        problem, v, late=late, saved_s=sum(t.hidden.saved_s for t in moves.taken.values())
+        problem, v, late=late, saved_s=sum(t.hidden.saved_s for t in moves.kernels.values())
     )
 
 
@@ -172,7 +172,7 @@ def without_clashes(
     both = dict(forward), dict(backward)
     saved: dict[tuple[int, bool], dict[str, float]] = {}
     for v, _, kind, use in _all(both):
-        sums = saved.setdefault((use.op, use.again), {})
+        sums = saved.setdefault((use.op, use.recomputed), {})
         sums[kind] = sums.get(kind, 0.0) + problem.variants[v].count * use.hidden.saved_s
     ways = {
         product: min(sums, key=lambda kind: (-sums[kind], kind))
@@ -180,8 +180,8 @@ def without_clashes(
         if len(sums) > 1
     }
     for v, moves, kind, use in list(_all(both)) if ways else ():
-        if ways.get((use.op, use.again), kind) != kind:
-            rest = {i: t for i, t in moves[v].taken.items() if t != use}
+        if ways.get((use.op, use.recomputed), kind) != kind:
+            rest = {i: t for i, t in moves[v].kernels.items() if t != use}
             moves[v] = replace(moves[v], taken=rest)  # type: ignore[type-var]  # a frozen dataclass
     return both
 
@@ -192,7 +192,7 @@ def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> f
         each.hidden
         for phase in (forward, backward)
         for moves in phase.values()
-        for each in moves.taken.values()
+        for each in moves.kernels.values()
     )
     return frozenset(each.region for each in hidden if each.region is not None)
 
@@ -217,8 +217,8 @@ def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
 
 def _all(
     phases: tuple[dict[int, M], dict[int, M]],
-) -> Iterator[tuple[int, dict[int, M], str, Taken]]:
+) -> Iterator[tuple[int, dict[int, M], str, KernelUse]]:
     for moves in phases:
         for v, here in moves.items():
-            for i, use in here.taken.items():
+            for i, use in here.kernels.items():
                 yield v, moves, here.arcs[i].collective.kind, use

@@ -80,14 +80,14 @@ class Side:
         at: layout of each strategy.
         times: multiplicity of each strategy's supply; 0 if it supplies nothing.
         layouts: the supplied layouts.
-        often: their multiplicities.
+        multiplicities: their multiplicities.
     """
 
     decision: Decision
     at: Ints
     times: Floats
     layouts: Ints = field(init=False)
-    often: Floats = field(init=False)
+    multiplicities: Floats = field(init=False)
     _order: Ints = field(init=False)
     _starts: Ints = field(init=False)
 
@@ -95,12 +95,12 @@ class Side:
         some = np.flatnonzero(self.times)
         self._order = some[np.argsort(self.at[some], kind="stable")]
         self.layouts, self._starts = np.unique(self.at[self._order], return_index=True)
-        self.often = self.times[self._order[self._starts]]
+        self.multiplicities = self.times[self._order[self._starts]]
 
     def leeway(self) -> Floats:
         """Return the leeway by layout, in the order of `layouts`."""
         least = np.minimum.reduceat(self.decision.costs[self._order], self._starts)
-        return (least - self.decision.least) / self.often
+        return (least - self.decision.least) / self.multiplicities
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -424,7 +424,7 @@ def _column_names(program: Formulation, keys: list[RowKey]) -> dict[str, str]:
     """Return name of a column → descriptive name."""
     problem = program.problem
     names = {column.name: column.name for column in program.model.columns}
-    rows = [*enumerate(program.x), *program.again.items()]
+    rows = [*enumerate(program.x), *program.recomputed.items()]
     for n, columns in rows:
         for column, strategy in zip(columns, problem.ops[n].strategies, strict=True):
             inputs, outputs = (

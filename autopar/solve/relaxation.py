@@ -39,15 +39,15 @@ class Spread:
 
     Attributes:
         times: per op and group, the multiplicity of its time.
-        made: per variant, the share of its tensors that each group of the producer computes.
-        read: per variant and use, the share that each group of the reader reads.
-        apart: variants without rows for readers in backward of values from forward.
+        made_shares: per variant, the share of its tensors that each group of the producer computes.
+        read_shares: per variant and use, the share that each group of the reader reads.
+        separate: variants without rows for readers in backward of values from forward.
     """
 
     times: tuple[tuple[float, ...], ...]
-    made: tuple[Shares, ...]
-    read: tuple[tuple[Shares, ...], ...]
-    apart: frozenset[int]
+    made_shares: tuple[Shares, ...]
+    read_shares: tuple[tuple[Shares, ...], ...]
+    separate: frozenset[int]
 
     @staticmethod
     def one_group_per_op(problem: Problem) -> Spread:
@@ -75,7 +75,7 @@ class _Grouped(Formulation):
                 if n in useful:
                     rows.append([self._binary(f"rc{n}_{g}_{s}") for s in range(len(op.strategies))])
                     self._row((AGAIN, n, g), [(v, 1) for v in rows[1]], AT_MOST, 1)
-                    self.again.setdefault(n, []).extend(rows[1])
+                    self.recomputed.setdefault(n, []).extend(rows[1])
                 for row, again in zip(rows, (False, True), strict=False):
                     shares = enumerate(row) if times else ()
                     loads = (
@@ -89,11 +89,11 @@ class _Grouped(Formulation):
         super()._variant(v)
 
     def _has_later(self, v: int) -> bool:
-        return v not in self.spread.apart
+        return v not in self.spread.separate
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:
         position = self.problem.variants[self._now].uses.index(use)
-        shares = self.spread.read[self._now][position]
+        shares = self.spread.read_shares[self._now][position]
         strategies = self.problem.ops[use.op].strategies
         return _by_layout(
             shares, variables, [graph.index[s.layouts.inputs[use.operand]] for s in strategies]
@@ -103,16 +103,16 @@ class _Grouped(Formulation):
         value = self.problem.values[self.problem.variants[v].value]
         strategies = self.problem.ops[value.op].strategies
         return _by_layout(
-            self.spread.made[v],
+            self.spread.made_shares[v],
             variables,
             [value.graph.index[s.layouts.outputs[value.result]] for s in strategies],
         )
 
     def _products(self, v: int, kernel: OverlapKernel, variables: list[Column]) -> Terms:
         uses = enumerate(self.problem.variants[v].uses)
-        shares = [self.spread.read[v][i] for i, use in uses if use.op == kernel.op]
+        shares = [self.spread.read_shares[v][i] for i, use in uses if use.op == kernel.op]
         shares += (
-            [self.spread.made[v]]
+            [self.spread.made_shares[v]]
             if self.problem.values[self.problem.variants[v].value].op == kernel.op
             else []
         )
@@ -203,13 +203,13 @@ class PricedPart:
 
     Attributes:
         problem: the problem of these ops.
-        again: the ops that backward may recompute, regardless of the problem.
+        recomputable: the ops that backward may recompute, regardless of the problem.
         further: per op, the cost of each strategy in addition to its time, in seconds, and that of
             its recomputation.
     """
 
     problem: Problem
-    again: frozenset[int]
+    recomputable: frozenset[int]
     further: tuple[tuple[Floats, Floats], ...]
 
 
@@ -221,13 +221,13 @@ class _PartProgram(Formulation):
         super()._strategies()
         loads = dict(self.loads)
         for n, (first, again) in enumerate(self.part.further):
-            for variables, costs in ((self.x[n], first), (self.again.get(n, []), again)):
+            for variables, costs in ((self.x[n], first), (self.recomputed.get(n, []), again)):
                 for variable, cost in zip(variables, costs, strict=False):
                     loads[variable] = loads.get(variable, Load()) + Load(float(cost))
         self.loads = list(loads.items())
 
     def _useful_again(self) -> set[int]:
-        return set(self.part.again)
+        return set(self.part.recomputable)
 
 
 def least_of(

@@ -85,7 +85,9 @@ def _with_strategies(op: Op, kept: tuple[int, ...] | None) -> Op:
 
 def _smaller_moment(moment: MemoryPoint, kept: _Kept) -> MemoryPoint:
     return replace(
-        moment, live=_smaller_live(moment.live, kept), again=_smaller_live(moment.again, kept)
+        moment,
+        live=_smaller_live(moment.live, kept),
+        recomputed=_smaller_live(moment.recomputed, kept),
     )
 
 

@@ -49,7 +49,7 @@ def _idle(problem: Problem, recomputed: Mapping[int, int], evaluation: Evaluatio
         if value.op in idle:
             layouts = problem.ops[value.op].strategies[recomputed[value.op]].layouts
             layout = value.graph.index[layouts.outputs[value.result]]
-            read = {arc.src for arc in moves.arcs} | set(moves.wanted)
+            read = {arc.src for arc in moves.arcs} | set(moves.read_layouts)
             if layout in read and not {layout, value.stored_version(layout)}.intersection(
                 evaluation.kept[v]
             ):

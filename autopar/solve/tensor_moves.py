@@ -21,7 +21,7 @@ from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights, work
 from autopar.errors import LayoutError
 from autopar.solve.pick_kernels import (
     Chosen,
-    Taken,
+    KernelUse,
     most_saved,
     pick_kernels,
     saved_by,
@@ -76,22 +76,22 @@ class Redistribution:
     Attributes:
         sources: available layouts (node indices).
         arcs: the collectives, in order.
-        wanted: layouts (node indices) that are read.
+        read_layouts: layouts (node indices) that are read.
         time_s: seconds of the collectives.
         slacks: slack of each arc.
         early: whether it counts as early (`autopar.solve.prices`).
         load: the load, without the savings of kernels.
-        taken: position among `arcs` → the kernel that runs the arc.
+        kernels: position among `arcs` → the kernel that runs the arc.
     """
 
     sources: tuple[int, ...]
     arcs: tuple[Arc, ...]
-    wanted: tuple[int, ...]
+    read_layouts: tuple[int, ...]
     time_s: float
     slacks: tuple[Slack, ...] = ()
     early: bool = False
     load: Load = Load()  # noqa: RUF009 - frozen
-    taken: Mapping[int, Taken] = field(default_factory=dict)
+    kernels: Mapping[int, KernelUse] = field(default_factory=dict)
 
 
 Moves = tuple[Redistribution, Redistribution, tuple[int, ...]]
@@ -134,22 +134,22 @@ def moves_of(
     ends = variant.ends_in_own_phase()
     first = variant.redistribute(False, ends)
     later = variant.reads_in_backward()
-    if not later.wanted:
+    if not later.read_layouts:
         return first, Redistribution((), (), (), 0.0), ()
     kept_here = None if kept is None else kept.get(v, ())
-    allowed, stored = _versions_allowed(value, ends.sources | ends.wanted, kept_here)
+    allowed, stored = _versions_allowed(value, ends.sources | ends.read_layouts, kept_here)
     allowed |= later.resident  # it may always be kept in its storage layout
     second, keep = later.redistribute(allowed, stored)
     kept_layouts = {n % len(value.graph.layouts) for n in keep}
-    if not unseen_layouts(first.arcs, first.taken) & kept_layouts:
+    if not unseen_layouts(first.arcs, first.kernels) & kept_layouts:
         return _add_stores(value, first, keep, ends), second, keep
     # A result that a kernel scatters or norms as it is computed never exists separately. So either
     # it is not kept in that layout, or the kernel is not used.
     plain = variant.without_norms(first)
     ways = [(_without_kernels_of(plain, kept_layouts), second, keep)]
-    for forward in (first, plain) if plain.taken != first.taken else (first,):
+    for forward in (first, plain) if plain.kernels != first.kernels else (first,):
         with suppress(LayoutError):
-            unseen = unseen_layouts(forward.arcs, forward.taken)
+            unseen = unseen_layouts(forward.arcs, forward.kernels)
             ways.append((forward, *later.redistribute(allowed - unseen, stored - unseen)))
     ways = [
         (_add_stores(value, forward, versions, ends), backward, versions)
@@ -165,10 +165,10 @@ def _without_kernels_of(moves: Redistribution, layouts: set[int]) -> Redistribut
     """Return the collectives without the kernels that leave out one of these layouts."""
     kernels = {
         i: kernel
-        for i, kernel in moves.taken.items()
+        for i, kernel in moves.kernels.items()
         if not unseen_layouts(moves.arcs, {i: kernel}) & layouts
     }
-    return replace(moves, taken=kernels)
+    return replace(moves, kernels=kernels)
 
 
 def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
@@ -242,7 +242,11 @@ def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
     first, second, _ = moves
     moved = (first.load + second.load).scale(problem.variants[v].count)
     return sum(
-        (saved_by(problem, v, late, r) for late, r in ((False, first), (True, second)) if r.taken),
+        (
+            saved_by(problem, v, late, r)
+            for late, r in ((False, first), (True, second))
+            if r.kernels
+        ),
         moved,
     )
 
@@ -265,14 +269,14 @@ class _Ends:
 
     Attributes:
         sources: layouts from which collectives may start.
-        wanted: layouts that are read.
+        read_layouts: layouts that are read.
         at_hand: layouts that exist at the start of the phase.
         awaited: layouts that ops read before the end of the phase.
         stored: layouts on the hosts, from which they can be fetched.
     """
 
     sources: set[int]
-    wanted: set[int]
+    read_layouts: set[int]
     at_hand: set[int]
     awaited: set[int]
     stored: Collection[int] = ()
@@ -310,7 +314,9 @@ class _ChosenVariant:
         problem, value, (strategies, recomputed) = self.problem, self.value, self.chosen
         uses = problem.variants[self.v].uses
         later = [u for u in uses if u.phase != value.phase]
-        repeated = [u for u in uses if u.phase == value.phase and u.again and u.op in recomputed]
+        repeated = [
+            u for u in uses if u.phase == value.phase and u.read_again and u.op in recomputed
+        ]
         read_layouts, awaited = _layouts_wanted(problem, value.graph, later, strategies)
         wanted_again, awaited_again = _layouts_wanted(problem, value.graph, repeated, recomputed)
         resident, remade = set[int](), set[int]()
@@ -330,7 +336,7 @@ class _ChosenVariant:
             late: whether backward reads a forward value.
             ends: the layouts between which the tensor moves.
         """
-        problem, v, value, read_layouts = self.problem, self.v, self.value, ends.wanted
+        problem, v, value, read_layouts = self.problem, self.v, self.value, ends.read_layouts
         kernels = usable(problem, v, late, self.chosen)
         saved_s = most_saved(value.graph, kernels)
         costs = tree_costs(problem, v, late=late, saved_s=saved_s, balance=self.balance)
@@ -351,15 +357,15 @@ class _ChosenVariant:
             slacks=slacks(arcs, at_hand, ends.awaited),
             early=early,
             load=sum(map(arc_loads(problem, v, late=late), arcs), Load()),
-            taken=pick_kernels(problem, v, arcs, read_layouts, kernels) if kernels else {},
+            kernels=pick_kernels(problem, v, arcs, read_layouts, kernels) if kernels else {},
         )
 
     def without_norms(self, first: Redistribution) -> Redistribution:
         """Return the collectives of the tensor's own phase with kernels of a product only."""
         kernels = [k for k in usable(self.problem, self.v, False, self.chosen) if not k.also]
-        read_layouts = set(first.wanted)
+        read_layouts = set(first.read_layouts)
         return replace(
-            first, taken=pick_kernels(self.problem, self.v, first.arcs, read_layouts, kernels)
+            first, kernels=pick_kernels(self.problem, self.v, first.arcs, read_layouts, kernels)
         )
 
 
@@ -369,14 +375,14 @@ class _BackwardReads:
 
     Attributes:
         variant: the variant.
-        wanted: layouts that are read.
+        read_layouts: layouts that are read.
         awaited: those of them that ops wait for.
         resident: the storage layout of a value that is in memory during the whole step.
         remade: the layout in which backward recomputes the value.
     """
 
     variant: _ChosenVariant
-    wanted: set[int]
+    read_layouts: set[int]
     awaited: set[int]
     resident: set[int]
     remade: set[int]
@@ -392,10 +398,10 @@ class _BackwardReads:
         """
         free = self.resident | self.remade
         ends = _Ends(
-            allowed | free, self.wanted, allowed | self.resident, self.awaited, stored - free
+            allowed | free, self.read_layouts, allowed | self.resident, self.awaited, stored - free
         )
         second = self.variant.redistribute(True, ends)
-        read = {arc.src for arc in second.arcs} | set(second.wanted)
+        read = {arc.src for arc in second.arcs} | set(second.read_layouts)
         versions = (*allowed, *map(self.variant.value.stored_version, stored))
         return second, tuple(sorted(n for n in versions if n in read))
 

@@ -125,7 +125,7 @@ def _carriers(
     for gradient in gradients:
         if gradient.name in paired:
             continue
-        fitting = [name for name, value in free.items() if _alike(value, gradient)]
+        fitting = [name for name, value in free.items() if _has_same_form(value, gradient)]
         if not fitting:
             message = (
                 f"{gradient.meta['key']} of shape {tuple(gradient.meta['val'].shape)} would cross a"
@@ -136,7 +136,7 @@ def _carriers(
     return paired
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
+def _has_same_form(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return x.shape == y.shape and x.dtype == y.dtype
 
@@ -216,11 +216,11 @@ class Seams:
     """The nodes next to the boundaries of a cut.
 
     Attributes:
-        apart: the nodes that read a result of another stage, or of a copied node.
+        readers: the nodes that read a result of another stage, or of a copied node.
         exposed: the nodes whose results another stage reads.
     """
 
-    apart: frozenset[str]
+    readers: frozenset[str]
     exposed: frozenset[str]
 
 

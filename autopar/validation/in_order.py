@@ -212,7 +212,7 @@ class _Symbol:
 class _Buffer:
     """A buffer that receives a symbol."""
 
-    came: _Symbol | None = None
+    symbol: _Symbol | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -380,7 +380,7 @@ class _Stage:
 
     def _check(self, what: str, found: Sequence[Any], due: Sequence[Any]) -> None:
         for one, other in zip(found, due, strict=True):
-            came = one.came if isinstance(one, _Buffer) else one
+            came = one.symbol if isinstance(one, _Buffer) else one
             if came != other:
                 came = "nothing" if came is None else came
                 raise self.error(self.number, f"{what} reads {came}, expected {other}")

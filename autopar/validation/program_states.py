@@ -75,10 +75,10 @@ def check_generator(kinds: Iterable[Callable[..., Tensor]]) -> None:
 def _check_independent(kind: Callable[..., Tensor]) -> None:
     first, other = random.initial_state(0), random.initial_state(1)
     draws = {
-        f"draw {draw} of step {step}": _drawn(kind, first + step, draw)
+        f"draw {draw} of step {step}": _draw_numbers(kind, first + step, draw)
         for step, draw in itertools.product(range(3), range(3))
     }
-    draws["draw 0 of another seed"] = _drawn(kind, other, 0)
+    draws["draw 0 of another seed"] = _draw_numbers(kind, other, 0)
     settings, mean, deviation = _SETTINGS[kind]
     for name, numbers in draws.items():
         off = abs(float(numbers.mean()) - mean) / deviation
@@ -91,7 +91,7 @@ def _check_independent(kind: Callable[..., Tensor]) -> None:
         _compare(kind, f"{a} and {b}", one, two)
 
 
-def _drawn(kind: Callable[..., Tensor], state: Tensor, draw: int) -> Tensor:
+def _draw_numbers(kind: Callable[..., Tensor], state: Tensor, draw: int) -> Tensor:
     numbers = kind(state, (_ROWS, _COLUMNS), *_SETTINGS[kind][0], draw=draw)
     return numbers.double().flatten()
 
@@ -212,7 +212,7 @@ def _pairs(
         "input",
         program.inputs,
         [
-            _whole(i.path, i.shape)
+            _full_border(i.path, i.shape)
             | {"dtype": i.dtype, "has_gradient": i.gradient is not None}
             | {"requires_grad": i.requires_grad, "crosses": i.crosses, "given": i.given}
             for i in trace.inputs
@@ -222,7 +222,7 @@ def _pairs(
         "output",
         program.outputs,
         [
-            _whole(o.path, o.shape)
+            _full_border(o.path, o.shape)
             | {"dtype": o.dtype, "has_gradient": bool(o.tangent), "is_loss": o.is_loss}
             | {"requires_grad": o.requires_grad, "crosses": o.crosses}
             for o in trace.outputs
@@ -242,7 +242,7 @@ def _facts_of_parameter(p: Parameter) -> Facts:
     }
 
 
-def _whole(path: str, shape: tuple[int, ...]) -> dict[str, object]:
+def _full_border(path: str, shape: tuple[int, ...]) -> dict[str, object]:
     return {"name": path, "shape": shape, "view": shape}
 
 

@@ -61,11 +61,11 @@ class InFlight:
     """A collective between its start and its finish.
 
     Attributes:
-        made: state of its result.
+        result: state of its result.
         settings: settings of the collective.
     """
 
-    made: Any
+    result: Any
     settings: tuple[Any, ...]
 
 

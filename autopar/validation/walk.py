@@ -45,7 +45,7 @@ class Walking(Protocol):
     traced: Traced
     mesh_shape: tuple[int, ...]
     chosen: Mapping[str, Strategy]
-    again: Mapping[str, Strategy]
+    recomputed: Mapping[str, Strategy]
     env: dict[fx.Node, Any]
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
@@ -65,7 +65,7 @@ def product_states(walk: Walking, node: fx.Node) -> State | Several:
 def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     """Return a traced node and its planned strategy. For a recomputed node, this is the strategy of
     the recomputation."""
-    again = walk.again.get(key) if node.meta.get("recomputed") else None
+    again = walk.recomputed.get(key) if node.meta.get("recomputed") else None
     if key not in walk.traced.by_key or key not in walk.chosen:
         raise MoveError(f"the model or the plan has no {key}")
     return walk.traced.by_key[key], again or walk.chosen[key]
@@ -185,7 +185,7 @@ class GraphWalk:
         mesh_shape: sizes of the mesh axes.
         phase: name of the graph.
         chosen: key → planned strategy.
-        again: key → planned strategy of the recomputation in backward.
+        recomputed: key → planned strategy of the recomputation in backward.
         gradients: parameter → its gradient, and the values of which the gradient is a cast.
         env: node → state, for the nodes so far.
         how: number of nodes by kind of justification.
@@ -196,7 +196,7 @@ class GraphWalk:
     mesh_shape: tuple[int, ...]
     phase: str
     chosen: Mapping[str, Strategy]
-    again: Mapping[str, Strategy]
+    recomputed: Mapping[str, Strategy]
     gradients: Mapping[str, tuple[Ref, tuple[Ref, ...]]] = field(default_factory=dict)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     how: Counter[str] = field(default_factory=Counter)
@@ -288,7 +288,7 @@ class GraphWalk:
             raise MoveError("it waits for a collective that was not started with these settings")
         if [user.target for user in source.users] != [steps.finish]:
             raise MoveError("other nodes also read the result of the start")
-        return flying.made
+        return flying.result
 
     def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)
@@ -308,7 +308,7 @@ class GraphWalk:
         origin = self.traced.by_key.get(key)
         if origin is None or (self._passes_on(node) and not self._reads_as(node, origin)):
             return self._passed_on(node)
-        strategies = self.again if node.meta.get("recomputed") else self.chosen
+        strategies = self.recomputed if node.meta.get("recomputed") else self.chosen
         if key not in strategies:
             raise MoveError("the plan has no strategy for it")
         return self.result_of(node, origin, strategies[key])

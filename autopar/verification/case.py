@@ -162,10 +162,10 @@ class Case:
         tensors: parameters and buffers, by all of their names.
         inputs: inputs of the trace, in order.
         dtype: dtype to which floating tensors are converted; None for no conversion.
-        computed: dtype of the computation.
-        own: the model's own dtype.
-        widened: whether the plain model computes in `computed` the parts that it would compute in a
-            smaller dtype (see `Widened`).
+        compute_dtype: dtype of the computation.
+        own_dtype: the model's own dtype.
+        widened: whether the plain model computes in `compute_dtype` the parts that it would compute
+            in a smaller dtype (see `Widened`).
     """
 
     trace: Trace
@@ -176,8 +176,8 @@ class Case:
     tensors: Mapping[str, Tensor]
     inputs: tuple[Tensor, ...]
     dtype: torch.dtype | None
-    computed: torch.dtype
-    own: torch.dtype
+    compute_dtype: torch.dtype
+    own_dtype: torch.dtype
     widened: bool = False
 
     @staticmethod
@@ -390,15 +390,15 @@ class Case:
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
             parameter.data = self._narrow(parameter.data)
-        watch = _LowerDtypes(self.computed)
+        watch = _LowerDtypes(self.compute_dtype)
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
-        own_eps = OwnEps(self.own)  # before `watch` is entered, since it runs a norm
+        own_eps = OwnEps(self.own_dtype)  # before `watch` is entered, since it runs a norm
         trained = bool(self.trace.differentiable)
         with torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
             with (
                 self._autocast() as outside,
-                Widened(self.computed) if self.widened else nullcontext(),
+                Widened(self.compute_dtype) if self.widened else nullcontext(),
             ):
                 with (
                     drawn,
@@ -449,12 +449,12 @@ class Case:
         try:
             yield
         except (RuntimeError, ValueError, TypeError) as error:
-            as_asked = self.dtype is None or self.dtype == self.own
+            as_asked = self.dtype is None or self.dtype == self.own_dtype
             if as_asked and self.trace.precision is None:
                 raise
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             condition = (
-                f" with parameters in {self.own} and buffers as they are" if as_asked else ""
+                f" with parameters in {self.own_dtype} and buffers as they are" if as_asked else ""
             )
             # Without a precision, the caller catches this error and verifies in the model's dtype.
             remedy = "verify in a wider dtype: pass dtype=torch.float64"

@@ -83,8 +83,8 @@ def diagnose(case: Case, summary: str) -> None:
         values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
 
     trace = _run_reference(case, remember)
-    floors = _floors(trace, values, case.computed)
-    limit = tolerance_of(case.computed)
+    floors = _floors(trace, values, case.compute_dtype)
+    limit = tolerance_of(case.compute_dtype)
     mesh = case.program.stages[0].mesh
     traced = {node.name: node for node in trace.graph.nodes}
     compared: set[fx.Node] = set()
@@ -181,7 +181,7 @@ def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trac
     """Run the traced graph of the first microbatch, and return its trace."""
     how, part = case.program.microbatches, case.program.trace
     parts = parts_in(how, case.by_path, case.tensors, case.dtype)
-    tangent = torch.tensor(how.weight, dtype=case.computed)
+    tangent = torch.tensor(how.weight, dtype=case.compute_dtype)
     inputs = [parts[0][i.path] for i in part.inputs]
     execute(part, case.tensors, case.tensors, inputs, tangent, dtype=case.dtype, observe=remember)
     return part
@@ -296,7 +296,7 @@ def _check_case(case: Case, dtype: torch.dtype | None, tolerance: float | None) 
     try:
         return _compare_case(case, *_plain(case), tolerance)
     except PlainModelError as error:
-        if dtype is None or dtype == case.own:
+        if dtype is None or dtype == case.own_dtype:
             raise
         try:
             return _compare_in_own_dtype(case, error.what, tolerance)
@@ -315,8 +315,8 @@ def _compare_across_dtypes(
     In the model's own dtype a correct program may have a larger error. It sums in another order,
     and torch's kernels may accumulate in a larger dtype, as batch norms on CPUs do.
     """
-    plain, lower = _plain(replace(case, dtype=None, computed=case.own))
-    smallest = min((case.own, *lower.values()), key=lambda d: d.itemsize)
+    plain, lower = _plain(replace(case, dtype=None, compute_dtype=case.own_dtype))
+    smallest = min((case.own_dtype, *lower.values()), key=lambda d: d.itemsize)
     limit = tolerance_of(smallest) if tolerance is None else tolerance
     try:
         result = _judge(case, case.run_program(), plain, {"all of the model": smallest}, limit)
@@ -327,7 +327,7 @@ def _compare_across_dtypes(
         TypeError,
     ):  # the program may have no kernel in this dtype either
         return None
-    dtype, own_dtype = (str(d).removeprefix("torch.") for d in (case.computed, smallest))
+    dtype, own_dtype = (str(d).removeprefix("torch.") for d in (case.compute_dtype, smallest))
     return (
         replace(
             result,
@@ -342,10 +342,10 @@ def _compare_across_dtypes(
 def _compare_in_own_dtype(case: Case, why_not: str, tolerance: float | None) -> Verification:
     """Return the comparison in the model's own dtype, with the reason why it is not in the
     requested dtype."""
-    own_case = replace(case, dtype=None, computed=case.own)
+    own_case = replace(case, dtype=None, compute_dtype=case.own_dtype)
     return replace(
         _compare_case(own_case, *_plain(own_case), tolerance),
-        instead_of=f"{str(case.computed).removeprefix('torch.')}: {why_not}",
+        instead_of=f"{str(case.compute_dtype).removeprefix('torch.')}: {why_not}",
     )
 
 
@@ -364,7 +364,7 @@ def _compare_case(
     case: Case, plain: Results, lower: Mapping[str, torch.dtype], tolerance: float | None
 ) -> Verification:
     if case.dtype is None and lower:
-        case, lower = replace(case, computed=min(lower.values(), key=lambda d: d.itemsize)), {}
+        case, lower = replace(case, compute_dtype=min(lower.values(), key=lambda d: d.itemsize)), {}
     try:
         ran = case.run_program()
     except VerificationError as error:
@@ -437,7 +437,7 @@ def _compare_magnified(
     if (
         result.traced is None
         or result.traced > result.traced_tolerance
-        or case.dtype in (None, case.own)
+        or case.dtype in (None, case.own_dtype)
     ):
         return None
     magnified = (
@@ -502,7 +502,10 @@ def _compare_with_plain(
     if errors.worst > limit:
         errors = compare(ours, plain, share, scale, summed)
     # In a smaller dtype noise may hide an error. `_compare_across_dtypes` compares in a larger one.
-    if case.computed == torch.float64 and _worst_value(errors) <= limit < errors.worst < math.inf:
+    if (
+        case.compute_dtype == torch.float64
+        and _worst_value(errors) <= limit < errors.worst < math.inf
+    ):
         noise = _noise(case, plain, limit)
         errors = compare(ours, plain, share, scale, summed, noise)
     return errors, (scale, summed, noise)
@@ -515,9 +518,12 @@ def _judge(
     lower: Mapping[str, torch.dtype],
     tolerance: float | None,
 ) -> Verification:
-    ours, strict = Results(ran.outputs, ran.buffers, ran.gradients), tolerance_of(case.computed)
+    ours, strict = (
+        Results(ran.outputs, ran.buffers, ran.gradients),
+        tolerance_of(case.compute_dtype),
+    )
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
-    share = floor_share_of(case.computed)
+    share = floor_share_of(case.compute_dtype)
     wide = max(share, floor_share_with(lower.values()))
     errors, floors = _compare_with_plain(case, ours, plain, limit, wide)
     traced: float | None = None
@@ -526,7 +532,7 @@ def _judge(
     return Verification(
         ok=errors.worst <= limit and (traced is None or traced <= strict),
         tolerance=limit,
-        dtype=str(case.computed).removeprefix("torch."),
+        dtype=str(case.compute_dtype).removeprefix("torch."),
         loss=None if case.loss is None else errors.outputs[case.loss],
         outputs={name: error for name, error in errors.outputs.items() if name != case.loss},
         buffers=errors.buffers,

@@ -53,7 +53,9 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     def observe(node: fx.Node, value: Any) -> None:
         """Record the scale of the terms that were summed for a node."""
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            scale = _SCALES.get(node.target, _own) if node.op == "call_function" else _own
+            scale = (
+                _SCALES.get(node.target, _own_scale) if node.op == "call_function" else _own_scale
+            )
             scales[node] = max(
                 magnitude(value),
                 _as_read(node, value, scales)
@@ -70,7 +72,7 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     return {name: scales.get(node, 0.0) for name, node in named.items()}
 
 
-def _own(node: fx.Node, value: Tensor, scales: Scales) -> float:
+def _own_scale(node: fx.Node, value: Tensor, scales: Scales) -> float:
     return magnitude(value)
 
 
@@ -193,7 +195,7 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
     ):
         return 0.0
     size = sum(float(x.abs().sum()) for x in gradients.values())
-    share = torch.finfo(case.computed).eps ** 0.5  # the lower half of the digits of a weight
+    share = torch.finfo(case.compute_dtype).eps ** 0.5  # the lower half of the digits of a weight
     moved = [
         _perturb_weights(case, seed, share).run_traced().gradients
         for seed in range(_ROUNDINGS if size else 0)
@@ -216,7 +218,7 @@ def noise_of_rounding(case: Case) -> dict[str, float]:
     Returns:
         The largest change of an element, by parameter name.
     """
-    eps = torch.finfo(case.computed).eps
+    eps = torch.finfo(case.compute_dtype).eps
     gradients = case.run_traced().gradients
     moved = [
         _perturb_weights(case, seed, 2 * eps).run_traced().gradients for seed in range(_ROUNDINGS)
@@ -288,5 +290,5 @@ def _perturb_weights(case: Case, seed: int, share: float) -> Case:
     for name in (p.name for p in case.trace.parameters):
         x = case.tensors[name]
         factor = 1 + share * (torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5)
-        changed[name] = x * factor.to(x.device, case.computed)
+        changed[name] = x * factor.to(x.device, case.compute_dtype)
     return replace(case, tensors={**case.tensors, **changed})

@@ -91,7 +91,9 @@ class Model:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return in_any_stage(self.trace, self.whole, {i.op for i in self.instances.found if i.again})
+        return in_any_stage(
+            self.trace, self.whole, {i.op for i in self.instances.instances if i.recomputable}
+        )
 
     def parting(self, multipliers: Multipliers, kernels: Kernels | None = None) -> Parting:
         offered = self.kernels if kernels is None else kernels

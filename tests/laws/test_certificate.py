@@ -773,7 +773,7 @@ def test_the_memory_that_is_live_at_a_moment_equals_that_of_the_planner(
         node = moment.key.removesuffix(WIDENED)
         row = moments.row(facts.names[node] + moment.key.removeprefix(node), 1.0)
         assert row is not None
-        assert dict(row.held) == dict(moment.held)
+        assert dict(row.kept) == dict(moment.kept)
         assert {n: tuple(sizes) for n, sizes in row.live.items()} == dict(moment.live)
     assert (
         moments.row("up/no/backward/0", 1.0) is None

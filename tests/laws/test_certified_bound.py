@@ -47,7 +47,7 @@ BESIDE = (
 
 
 def row(row: BudgetRow, worth_s: float) -> MemoryRow:
-    return MemoryRow(dict(row.held), dict(row.live), worth_s)
+    return MemoryRow(dict(row.kept), dict(row.live), worth_s)
 
 
 def proven(p: Problem, multipliers: Multipliers) -> float:
@@ -308,10 +308,12 @@ def test_the_value_of_kept_versions_in_backward_is_paid_for_in_forward(seed: int
             where, by = rng.choice(late), rng.choice((0.05, 0.2, 0.8))
             raised = [layout for layout in prices[where] if rng.random() < 0.5]
             paid = {
-                name: dict(getattr(versions[where[0]], name)) for name in ("made", "read", "once")
+                name: dict(getattr(versions[where[0]], name))
+                for name in ("made_s", "read_s", "once_s")
             }
             for layout, name in itertools.product(
-                raised, rng.choice((["made"], ["read"], ["once"], [], ["made", "read"]))
+                raised,
+                rng.choice((["made_s"], ["read_s"], ["once_s"], [], ["made_s", "read_s"])),
             ):
                 paid[name][layout] += by
             worths = {

@@ -165,7 +165,7 @@ def test_kernels_transfer_rows_between_peers_if_requested(how: str) -> None:
         )
 
     with HostThreads(n) as peers, provide_peers("dispatch between peers", peers):
-        found = peers.each(run)
+        found = peers.run_on_each(run)
     for mine, theirs in zip(zip(*found, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(mine), theirs)
 

@@ -161,7 +161,8 @@ def test_a_huge_problem_dominated_by_launches_is_solved_without_a_relaxation(
     )
     half_way_s = (quickest_s(launches) + ascended(launches).bound_s) / 2
     found = solve(
-        launches, gap=1 - half_way_s / evaluate(launches, greedy._whole(launches)).objective_s
+        launches,
+        gap=1 - half_way_s / evaluate(launches, greedy._find_replicated(launches)).objective_s,
     )
     assert found.solver == "dual ascent" and found.multipliers is not None
     assert (
@@ -194,7 +195,7 @@ def test_a_huge_problem_dominated_by_communication_is_solved_without_a_relaxatio
         budget_bytes=PlanOptions().budget(profile),
     ).problem
     found = solve(p, gap=0.01)
-    assert evaluate(p, greedy._whole(p)).objective_s > 10 * found.objective_s
+    assert evaluate(p, greedy._find_replicated(p)).objective_s > 10 * found.objective_s
     assert found.solver == "dual ascent" and found.multipliers is not None
     assert (
         0.99 * found.objective_s

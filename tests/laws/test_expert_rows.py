@@ -69,7 +69,7 @@ def test_ranks_at_different_speeds_get_the_rows_of_each_step(size: int, per_rank
         return wrong
 
     with HostThreads(size) as peers, provide_peers("own pace of rows", peers):
-        assert peers.each(run) == [[]] * size
+        assert peers.run_on_each(run) == [[]] * size
         for (name, _), regions in peers._regions.items():
             assert regions.epochs == [200 if name == COUNTS else 100] * size
 
@@ -99,7 +99,7 @@ def test_a_step_of_a_graph_is_routed_if_its_last_argument_says_so(backward: bool
     expected = dispatched.TOGETHER[step](ranks, Together())
     with HostThreads(size) as peers, provide_peers("routed steps", peers):
         made.args = dispatched.with_routes(made.args, True)
-        found = peers.each(run)
+        found = peers.run_on_each(run)
         assert {name for name, _ in peers._regions} >= {COUNTS, ROWS}  # type: ignore[misc]
     for mine, own in zip(found, expected, strict=True):
         assert same(mine, [own if backward else [own]] * 2)
@@ -238,7 +238,7 @@ def test_the_live_memory_of_routes_equals_that_of_a_fake_group(backward: bool) -
         )
 
     with HostThreads(size) as peers, provide_peers("rows live", peers):
-        measured = peers.each(run)
+        measured = peers.run_on_each(run)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in operands]
         apart, counted = (

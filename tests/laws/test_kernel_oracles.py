@@ -107,7 +107,7 @@ def with_kernels(
             found[where] = [
                 replace(k, added=(3, (slowest,))) if k.op == 2 else k
                 for k in kernels
-                if not (k.op == 2 and k.again)
+                if not (k.op == 2 and k.recomputed)
             ]
     for (v, late), kernels in found.items() if normed else ():
         graph = p.values[p.variants[v].value].graph
@@ -234,7 +234,7 @@ class Brute:
         runs = [
             k
             for k in kernels
-            if (recomputed.get(k.op) if k.again else strategies[k.op]) in k.strategies
+            if (recomputed.get(k.op) if k.recomputed else strategies[k.op]) in k.strategies
         ]
         further = {id(k): [*((k.added,) if k.added else ()), *k.also] for k in runs}
         return [k for k in runs if all(strategies[op] in some for op, some in further[id(k)])]
@@ -285,7 +285,7 @@ def _uses(
         options.append([None, *((k, h) for k in kernels for h in k.hides if h.arc == a and whole)])
     for picked in itertools.product(*options):
         taken = [each for each in picked if each is not None]
-        products = [(k.op if k.added is None else k.added[0], k.again) for k, _ in taken]
+        products = [(k.op if k.added is None else k.added[0], k.recomputed) for k, _ in taken]
         if len(set(products)) == len(products):
             time_s = sum(arc.time_s for _, arc in some) - sum(h.saved_s for _, h in taken)
             kinds = [graph.arcs[h.arc].collective.kind for _, h in taken]
@@ -352,7 +352,7 @@ def test_a_kernel_saves_the_op_of_a_reader_only_if_the_reader_uses_it() -> None:
         p = normed(seed)
         found = solve(p, gap=0.0)
         e = evaluate(p, found.strategies, found.recomputed, found.kept)
-        norms = any(t.norms for r in e.forward.values() for t in r.taken.values())
+        norms = any(t.norms for r in e.forward.values() for t in r.kernels.values())
         bare = replace(
             p,
             kernels={
@@ -407,7 +407,7 @@ def test_the_savings_of_kernels_are_the_difference_for_the_same_choices() -> Non
             (v, t)
             for phase in (e.forward, e.backward)
             for v, r in phase.items()
-            for t in r.taken.values()
+            for t in r.kernels.values()
         ]
         assert e.saved_s == pytest.approx(
             sum(p.variants[v].count * t.hidden.saved_s for v, t in taken)

@@ -262,7 +262,7 @@ def test_a_region_counts_once_for_all_kernels_that_use_it() -> None:
             t.hidden.region
             for phase in (e.forward, e.backward)
             for r in phase.values()
-            for t in r.taken.values()
+            for t in r.kernels.values()
         ]
         bare = evaluate(replace(p, regions=(0,) * len(SIZES)), solve(p, gap=0.0).strategies)
         assert e.static_bytes - bare.static_bytes == sum(SIZES[b] for b in set(taken))

@@ -74,7 +74,7 @@ def test_dispatch_and_combine_are_each_others_gradient(size: int) -> None:
         return torch.autograd.grad(loss(rank, y, returned), (leaves[0][rank], leaves[1][rank]))
 
     with HostThreads(size) as peers, provide_peers("gradients of routes", peers):
-        found = peers.each(run)
+        found = peers.run_on_each(run)
     parts = routed.moe_dispatch_reference(leaves[0], experts, 2 * size, most)
     squares, positions = [part[0] * part[0] for part in parts], [part[2] for part in parts]
     outputs = routed.moe_combine_reference(squares, parts[0][1], positions, leaves[1])
@@ -117,7 +117,7 @@ def test_ranks_at_different_speeds_get_the_rows_of_each_epoch() -> None:
         return wrong
 
     with HostThreads(size) as peers, provide_peers("own pace of routes", peers):
-        assert peers.each(run) == [[]] * size
+        assert peers.run_on_each(run) == [[]] * size
         assert [regions.epochs for regions in peers._regions.values()] == [[200] * size] * 2
 
 

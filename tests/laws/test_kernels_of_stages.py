@@ -65,7 +65,7 @@ def places(trace: Trace, priced: Priced, kernels: Kernels) -> Iterator[tuple[Pla
                 )
                 lies = str(classes.strategies[s].members[0])
                 yield (
-                    (product, kernel.again, keys[name], moved, lies, bool(kernel.also)),
+                    (product, kernel.recomputed, keys[name], moved, lies, bool(kernel.also)),
                     hidden.saved_s,
                 )
 
@@ -86,7 +86,7 @@ def test_the_bound_over_cuts_includes_every_kernel_of_a_stage(trace: Trace, name
         forced=forced,
         exposed=sewn.exposed,
     )
-    again = {i.op for i in Instances(trace, whole, placing, forced).found if i.again}
+    again = {i.op for i in Instances(trace, whole, placing, forced).instances if i.recomputable}
     most: dict[tuple[object, ...], float] = {}
     for (*place, _), saved_s in places(trace, whole, in_any_stage(trace, whole, again)):
         most[*place] = max(saved_s, most.get((*place,), 0.0))

@@ -18,7 +18,7 @@ from autopar.core.problem import MemoryPoint
 from autopar.core.solution import Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
-from autopar.planner.learned_moments import Seen, by_trace_node, explain_peaks, over_budget
+from autopar.planner.learned_moments import Measurements, by_trace_node, explain_peaks, over_budget
 from autopar.planner.min_memory import certain_moments
 from autopar.plans import Plan
 from autopar.program.peak_memory import node_peaks, trace_peak
@@ -162,7 +162,7 @@ def test_the_peak_of_a_step_is_the_maximum_over_its_nodes() -> None:
 
 def seen_under(
     made: Prepared, liveness: Liveness, choices: Solution, evaluation: Evaluation
-) -> tuple[Plan, Seen, int]:
+) -> tuple[Plan, Measurements, int]:
     """Return the plan, the memory of its program at each node, and the peak."""
     plan, program = finish(made, choices, evaluation, "random")
     seen = by_trace_node(
@@ -199,10 +199,10 @@ def test_recomputed_values_are_attributed_to_ops_that_are_not_retained() -> None
     assert len(nodes) > 20 and all(
         liveness.trace.node(n).meta["phase"] == "forward"
         for node in nodes
-        for n in seen[node].again
+        for n in seen[node].recomputed
     )
 
-    def held_back(sights: Seen) -> float:
+    def held_back(sights: Measurements) -> float:
         return (
             max(
                 moment.reserve_bytes
@@ -211,7 +211,9 @@ def test_recomputed_values_are_attributed_to_ops_that_are_not_retained() -> None
             / largest
         )
 
-    without = held_back({node: sight._replace(again=frozenset()) for node, sight in seen.items()})
+    without = held_back(
+        {node: sight._replace(recomputed=frozenset()) for node, sight in seen.items()}
+    )
     assert held_back(seen) < 0.1 and without > 0.15, (
         "most of a layer runs again before its first reader does"
     )
@@ -229,8 +231,8 @@ def test_kept_values_count_until_their_last_reader_and_recomputed_ones_from_the_
         liveness.moment(backward[0], "backward"),
         liveness.moment(backward[-1], "backward"),
     )
-    kept = sum(n for v, n in first.held if not problem.values[problem.variants[v].value].resident)
-    left = sum(n for v, n in last.held if not problem.values[problem.variants[v].value].resident)
+    kept = sum(n for v, n in first.kept if not problem.values[problem.variants[v].value].resident)
+    left = sum(n for v, n in last.kept if not problem.values[problem.variants[v].value].resident)
     assert kept > 10 * max(left, 1), "little of what was kept is left when the last op runs"
     assert not any(problem.ops[op].kind == "parameter" for op, _ in first.live), "no gradient yet"
     gradients = {op for op, _ in last.live if problem.ops[op].kind == "parameter"}
@@ -240,5 +242,5 @@ def test_kept_values_count_until_their_last_reader_and_recomputed_ones_from_the_
         liveness.moment(name, "backward")
         for name in backward[len(backward) // 3 : -len(backward) // 3]
     ]
-    assert any(moment.again for moment in middle)
-    assert all(problem.ops[op].recomputable for moment in middle for op, _ in moment.again)
+    assert any(moment.recomputed for moment in middle)
+    assert all(problem.ops[op].recomputable for moment in middle for op, _ in moment.recomputed)

@@ -52,16 +52,19 @@ def optimum(seed: int, mesh: tuple[int, ...] = LINE) -> float:
     own = replace(
         part.problem,
         ops=tuple(
-            replace(op, recomputable=n in part.again) for n, op in enumerate(part.problem.ops)
+            replace(op, recomputable=n in part.recomputable)
+            for n, op in enumerate(part.problem.ops)
         ),
     )
     force, best = BruteForce(own), math.inf
     for strategies in itertools.product(*(range(len(op.strategies)) for op in own.ops)):
         for picked in itertools.product(
-            *([None, *range(len(own.ops[n].strategies))] for n in sorted(part.again))
+            *([None, *range(len(own.ops[n].strategies))] for n in sorted(part.recomputable))
         ):
             recomputed = {
-                n: s for n, s in zip(sorted(part.again), picked, strict=True) if s is not None
+                n: s
+                for n, s in zip(sorted(part.recomputable), picked, strict=True)
+                if s is not None
             }
             more = sum(part.further[n][0][s] for n, s in enumerate(strategies))
             more += sum(part.further[n][1][s] for n, s in recomputed.items())
@@ -112,9 +115,9 @@ MUTANTS: dict[str, Mutant] = {
     "what running costs further is left out": lambda p: replace(
         p, further=tuple((np.zeros_like(f), a) for f, a in p.further)
     ),
-    "nothing runs again": lambda p: replace(p, again=frozenset()),
+    "nothing runs again": lambda p: replace(p, recomputable=frozenset()),
     "everything may run again": lambda p: replace(
-        p, again=frozenset(n for n, op in enumerate(p.problem.ops) if op.recomputable)
+        p, recomputable=frozenset(n for n, op in enumerate(p.problem.ops) if op.recomputable)
     ),
 }
 
@@ -151,4 +154,4 @@ def test_an_infeasible_part_has_no_minimum() -> None:
         part.problem, ops=(*part.problem.ops[:-1], replace(part.problem.ops[-1], strategies=()))
     )
     further = (*part.further[:-1], (np.zeros(0), np.zeros(0)))
-    assert least_of(PricedPart(none, part.again, further), 1.0, ENOUGH) == (math.inf, 1)
+    assert least_of(PricedPart(none, part.recomputable, further), 1.0, ENOUGH) == (math.inf, 1)

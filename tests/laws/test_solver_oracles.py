@@ -128,7 +128,7 @@ def problem(
         ops = (*ops[:B], replace(ops[B], recomputable=False), *ops[B + 1 :])
     uses = {
         0: (Use(2, 0, "forward"),),
-        1: (Use(2, 1, "forward", again=not unasked),),
+        1: (Use(2, 1, "forward", read_again=not unasked),),
         2: (Use(3, 0, "forward"), Use(4, 0, "backward")),
         3: (Use(4, 1, "backward"),),
         4: (Use(0, 0, "backward"),),
@@ -236,11 +236,11 @@ def peak_of(
     sizes.append(static + gradient)
     for m in p.moments:
         live = sum(size[strategies[op]] for op, size in m.live) + sum(
-            size[recomputed[op]] for op, size in m.again if op in recomputed
+            size[recomputed[op]] for op, size in m.recomputed if op in recomputed
         )
         back = sum(num * stored[v] for v, num in m.fetched) if stored else 0
         sizes.append(
-            static + sum(num * kept[v] for v, num in m.held) + back + live + m.reserve_bytes
+            static + sum(num * kept[v] for v, num in m.kept) + back + live + m.reserve_bytes
         )
     return max(sizes)
 
@@ -328,7 +328,9 @@ class BruteForce:
             if u.phase != value.phase
         }
         again = [
-            u for u in variant.uses if u.phase == value.phase and u.again and u.op in recomputed
+            u
+            for u in variant.uses
+            if u.phase == value.phase and u.read_again and u.op in recomputed
         ]
         later |= {
             layouts[ops[u.op].strategies[recomputed[u.op]].layouts.inputs[u.operand]] for u in again

@@ -438,7 +438,7 @@ PROGRAMS: dict[str, Program] = {
         "run backward before anything changes the tensor",
         _scale_loss(False),
     ),
-    "runtime/scheduled_calls.py ScaledStep._again 0": Program(
+    "runtime/scheduled_calls.py ScaledStep._run_again 0": Program(
         _scale_loss(False, noise=True),
         "set pm.loss_scale = scaler.get_scale() before the first call",
         _scale_loss(True, noise=True),

@@ -291,7 +291,7 @@ class _Merge:
     def _operand(self, one: fx.Node, two: fx.Node) -> Any:
         units = self.units
         if one in units.own or two in units.own:
-            return self._own(one, two)
+            return self._merge_own(one, two)
         place, other_place = units.place.get(one), units.place.get(two)
         if place is None and one is two:
             return one
@@ -299,7 +299,7 @@ class _Merge:
             raise ValueError
         return self._in_slices(one, two, place, other_place)
 
-    def _own(self, one: fx.Node, two: fx.Node) -> Any:
+    def _merge_own(self, one: fx.Node, two: fx.Node) -> Any:
         """Merge two operands of which at least one is a parameter or buffer."""
         none: tuple[Any, str] = (None, "")
         home, kind = self.units.own.get(one, none)

@@ -324,7 +324,9 @@ class Stream(TorchDispatchMode):
             read = self.runs[run].layer(
                 unit * self.runs[run].period
             )  # the shortened model has no counterpart of this unit
-            raise self.record_refusal(f"{self._where()} reads a result of {read}", of=(run, unit))
+            raise self.record_refusal(
+                f"{self._describe_place()} reads a result of {read}", of=(run, unit)
+            )
         return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -374,7 +376,7 @@ class Stream(TorchDispatchMode):
         self.answer((*what, self.describe(arguments, [])), [], lambda: None)
         self.offset += 1
 
-    def _where(self) -> str:
+    def _describe_place(self) -> str:
         if self.run == OUTSIDE:
             return "the part outside the layers"
         run = self.runs[self.run]
@@ -447,7 +449,7 @@ class Follower(Stream):
     def _complete(self) -> None:
         if self.offset < len(self._expected):
             raise self.record_refusal(
-                f"{self._where()} does not run {_name(self._expected[self.offset])}"
+                f"{self._describe_place()} does not run {_name(self._expected[self.offset])}"
             )
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
@@ -462,7 +464,8 @@ class Follower(Stream):
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.record_refusal(
-                f"{self._where()} differs from an equal layer in {_name(RecordedOp(what, None))}"
+                f"{self._describe_place()} differs from an equal layer in "
+                f"{_name(RecordedOp(what, None))}"
             )
         return remake_results(entry.results, tensors, self._mode)
 

@@ -352,7 +352,7 @@ def rejoin(graph: fx.Graph) -> None:
     sweep(graph)
     for node in calls(graph, aten.stack.default, aten.cat.default):
         dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))
-        joined = _whole(node.args[0], dim)
+        joined = _joined_source(node.args[0], dim)
         if joined is not None:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_viewed_as(node, joined))
@@ -372,7 +372,7 @@ def _viewed_as(node: fx.Node, whole: fx.Node) -> fx.Node:
     )
 
 
-def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+def _joined_source(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
     """Return the tensor whose parts of dim `dim` are `parts`, in order; None if there is none."""
     sources, end = set(), 0
     for part in parts:

@@ -72,7 +72,7 @@ def _move_down(tangent: fx.Node, here: fx.Node) -> None:
         if not (
             _is_sum(behind)
             and len(others) == len(mine) == 1
-            and _alike(here, behind, *mine, *others)
+            and _have_same_form(here, behind, *mine, *others)
         ):
             return
         behind.prepend(here)  # after the other operand of `behind`
@@ -91,7 +91,7 @@ def _is_sum(node: fx.Node) -> bool:
     )
 
 
-def _alike(*nodes: fx.Node) -> bool:
+def _have_same_form(*nodes: fx.Node) -> bool:
     return (
         all(map(is_tensor, nodes))
         and len({(shape_of(node), dtype_of(node)) for node in nodes}) == 1

@@ -84,14 +84,14 @@ def slowest_of(profiles: tuple[HardwareProfile, ...]) -> HardwareProfile:
         memory_bandwidth_bytes_per_s=min(part.memory_bandwidth_bytes_per_s for part in parts),
         launch_overhead_s=max(part.launch_overhead_s for part in parts),
         overlap_slowdown=max(part.overlap_slowdown for part in parts),
-        kernels=_each([part.kernels for part in parts], min),
+        kernels=_worst_of_each([part.kernels for part in parts], min),
         matmul_half_flops=max(part.matmul_half_flops for part in parts),
-        peak_flops_per_s=_each([part.peak_flops_per_s for part in parts], min),
+        peak_flops_per_s=_worst_of_each([part.peak_flops_per_s for part in parts], min),
         efficiency={
-            kind: _each([part.efficiency[kind] for part in parts], min)
+            kind: _worst_of_each([part.efficiency[kind] for part in parts], min)
             for kind in parts[0].efficiency
         },
-        memory_efficiency=_each([part.memory_efficiency for part in parts], min),
+        memory_efficiency=_worst_of_each([part.memory_efficiency for part in parts], min),
         links={name: slowest_link(part.links[name] for part in parts) for name in parts[0].links},
         curves={},
         figures=_figures(parts),
@@ -114,7 +114,7 @@ def slowest_link(links: Iterable[Link]) -> Link:
     )
 
 
-def _each(
+def _worst_of_each(
     mappings: Sequence[Mapping[str, float]], worst: Callable[[Iterable[float]], float]
 ) -> dict[str, float]:
     """Return the worst value of each figure that all have."""

@@ -116,7 +116,7 @@ class Parting:
         behind, wire = behind or self, wire or self.crossing.behind
         units = [0.0] * self.num_units
         borders: list[tuple[Pair, ...]] = [((0.0, 0.0),)] * (self.num_units - 1)
-        for instance in self.instances.found:
+        for instance in self.instances.instances:
             units[instance.unit] += self.least(instance)
             for ref in instance.results:
                 if ref in self.instances.variant:
@@ -142,7 +142,7 @@ class Parting:
         supplied = self.readers_of(instance)
         return (
             instance.op,
-            instance.again,
+            instance.recomputable,
             instance.share,
             tuple((k, self.worths.kind(ref)) for k, ref in instance.operands),
             tuple(
@@ -165,7 +165,7 @@ class Parting:
         self, instance: Instance, supplied: Mapping[Ref, Sequence[UnfoldedRead]]
     ) -> float:
         x, again = self.reduced_costs(instance, supplied)
-        return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
+        return float(x.min()) + (min(float(again.min()), 0.0) if instance.recomputable else 0.0)
 
     def reduced_costs(
         self,
@@ -208,7 +208,7 @@ class Parting:
             )
             again -= later[layouts]
         for kernel, most in self._kernel_savings(instance):
-            (again if kernel.again else x)[list(kernel.strategies)] -= most
+            (again if kernel.recomputed else x)[list(kernel.strategies)] -= most
         return x, again
 
     def _kernel_savings(self, instance: Instance) -> Iterator[tuple[OverlapKernel, float]]:
@@ -227,7 +227,7 @@ class Parting:
                     and self.instances.variant[ref] == v
                     and not self.worths.narrower(v, ref[0] in self.exposed)
                 ):
-                    remaining_costs = self.worths.of(ref).left[late]
+                    remaining_costs = self.worths.of(ref).remaining_costs[late]
                     yield (
                         kernel,
                         max(
@@ -298,7 +298,7 @@ class Parting:
         forward = value.phase == "forward"
         gains = worth.sum_of(worth.now, behind if forward else before)
         later = worth.sum_of(worth.later, before), worth.sum_of(worth.later, behind)
-        later_costs, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
+        later_costs, arrives = np.maximum(later[0] - worth.made_s, 0.0), later[1]
         further_s = worth.crossing_loss_s - worth.loss_s  # in the stage of its producer
         at = np.array(
             [

@@ -58,7 +58,7 @@ class UnitPrograms:
 
     def __post_init__(self) -> None:
         self._members = [[] for _ in self.parts.units]
-        for instance in self.parting.instances.found:
+        for instance in self.parting.instances.instances:
             self._members[instance.unit].append(instance)
         self._inside = self._tensors_of_one_unit()
 
@@ -102,13 +102,13 @@ class UnitPrograms:
         with_kernels = {v for v, _ in parting.kernels}
         several = {
             ref
-            for i in instances.found
+            for i in instances.instances
             if i.alone
             for ref in (*i.results, *(ref for _, ref in i.operands))
         }
         several |= instances.hidden | instances.everywhere
         refs = set[Ref]()
-        for instance in instances.found:
+        for instance in instances.instances:
             if any(name in parting.exposed for name, _ in instance.results):
                 continue  # backward of a stage that ends here may not recompute it
             for ref in instance.results:
@@ -198,7 +198,7 @@ class UnitPrograms:
             regions=(),
         )
         return PricedPart(
-            unit_problem, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
+            unit_problem, frozenset(n for n, i in enumerate(mine) if i.recomputable), tuple(further)
         ), beside_s
 
     def _is_priced(self, ref: Ref) -> bool:
@@ -217,7 +217,7 @@ def spread(instances: Instances) -> Spread:
     times: list[list[float]] = [[] for _ in problem.ops]
     group_counts: list[Counter[int]] = [Counter() for _ in problem.variants]
     read: list[list[Counter[int]]] = [[Counter() for _ in v.uses] for v in problem.variants]
-    for instance in instances.found:
+    for instance in instances.instances:
         mine = groups[instance.op]
         group = mine.setdefault(_key(instances, instance), len(mine))
         times[instance.op] += [0.0] * (group + 1 - len(times[instance.op]))
@@ -282,7 +282,9 @@ class Pipelines:
 
 def part_constraints(forced: Forced, seams: Seams) -> Forced:
     """Add the restriction that no cluster crosses a border to the constraints."""
-    return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
+    return replace(
+        forced, named=replace(forced.named, separate=forced.named.separate | seams.readers)
+    )
 
 
 @dataclass(frozen=True)
@@ -345,7 +347,9 @@ def _relax_parts(
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relax_problem(priced.problem, time_limit_s, spread(instances))
-    kernels = in_any_stage(ways.trace, priced, {i.op for i in instances.found if i.again})
+    kernels = in_any_stage(
+        ways.trace, priced, {i.op for i in instances.instances if i.recomputable}
+    )
     return Parting(
         instances,
         ways.num_units,

@@ -249,7 +249,7 @@ def crossing_layouts(whole: UncutSolution, part: Trace, cut: Cut) -> Mapping[str
             moves = on.evaluation.forward[v]
             plain = [
                 n
-                for n in (*moves.sources, *moves.wanted)
+                for n in (*moves.sources, *moves.read_layouts)
                 if not graph.layouts[n].has_partial and not graph.layouts[n].special
             ]
             if plain:

@@ -50,7 +50,7 @@ class StageCache:
     _answers: list[tuple[Problem, Problem, Effort, Solution]] = field(
         default_factory=list
     )  # the problem, the problem without names, the effort, the solution
-    _apart: list[tuple[Problem, int, FractionalGroups]] = field(
+    _separate_ops: list[tuple[Problem, int, FractionalGroups]] = field(
         default_factory=list
     )  # the problem without names, microbatches in flight, the ops that decide separately
     _peaks: dict[Form, tuple[int, StagePeak]] = field(
@@ -87,7 +87,7 @@ class StageCache:
 
     def _known_separate_ops(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
         """Look up the ops of a problem that decide separately."""
-        for form, num, separate_ops in self._apart:
+        for form, num, separate_ops in self._separate_ops:
             if num == problem.num_in_flight and form == nameless:
                 return separate_ops
         return None
@@ -101,7 +101,7 @@ class StageCache:
             effort: effort of the search.
         """
         if isinstance(choices, FractionalGroups):
-            self._apart.append((_nameless(problem), problem.num_in_flight, choices))
+            self._separate_ops.append((_nameless(problem), problem.num_in_flight, choices))
         elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
 

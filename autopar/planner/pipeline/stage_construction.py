@@ -211,7 +211,7 @@ class Stages:
     """The plans of all stages, their cut, and the memory of their ranks."""
 
     plans: tuple[Planned, ...]
-    made: Cut
+    cut: Cut
     sharing: Sharing
 
     @property
@@ -251,7 +251,7 @@ class StagedSearch:
             InfeasibleError: if a stage does not fit.
             TooSlow: if no plan beats `limit_s`.
         """
-        request, choice, uncut = self.request, CutChoice(self.request), self._whole()
+        request, choice, uncut = self.request, CutChoice(self.request), self._solve_uncut()
         first, best = self._first(uncut, choice)
         tried = {first}
         for _ in range(_ROUNDS if request.pipelined.cuts is None and request.num_stages > 1 else 0):
@@ -268,7 +268,7 @@ class StagedSearch:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
                 first, best = further, other
-        return join_stages(request, uncut, first, best.plans, best.made, best.sharing, self.clock)
+        return join_stages(request, uncut, first, best.plans, best.cut, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """Plan the requested cuts, or the best cuts whose stages fit.
@@ -341,7 +341,7 @@ class StagedSearch:
         fits, the one that needs least; None if none was found."""
         request = self.request
         self.is_light, self.limit_s = True, math.inf
-        uncut = self._whole()
+        uncut = self._solve_uncut()
         with self.clock.phase("least"):
             least = self._prove_need()[1]
         ways = [] if least is None else [least]
@@ -359,12 +359,12 @@ class StagedSearch:
                 continue
             plans.append(
                 join_stages(
-                    request, uncut, cuts, stages.plans, stages.made, stages.sharing, self.clock
+                    request, uncut, cuts, stages.plans, stages.cut, stages.sharing, self.clock
                 )
             )
         return prefer_fastest(plans, needs)
 
-    def _whole(self) -> UncutSolution:
+    def _solve_uncut(self) -> UncutSolution:
         """Plan the whole model without stages (step 1)."""
         return solve_uncut(self.request, self.forced, self.clock, self.limit_s)
 

@@ -31,7 +31,7 @@ class Instance:
         unit: index of its unit.
         operands: its operands whose rows have multipliers, with their positions.
         results: its tensors.
-        again: whether backward of some stage may recompute it.
+        recomputable: whether backward of some stage may recompute it.
         alone: whether it is the unit's copy of an op that other units copy too. A copy supplies
             only readers in its unit.
         share: the share of the op's time that counts for this instance.
@@ -41,7 +41,7 @@ class Instance:
     unit: int
     operands: tuple[tuple[int, Ref], ...]
     results: tuple[Ref, ...]
-    again: bool = False
+    recomputable: bool = False
     alone: bool = False
     share: float = 1.0
 
@@ -61,7 +61,7 @@ class Instances:
     Attributes:
         trace, priced, placing, forced: the trace, its problem, the units of its nodes and the
             resolved constraints.
-        found: the instances.
+        instances: the instances.
         variant: tensor → its variant.
         reads: tensor → its readers whose rows have multipliers.
         hidden: tensors that have other readers, too, or that backward may recompute elsewhere.
@@ -73,7 +73,7 @@ class Instances:
     priced: Priced
     placing: Placing
     forced: Forced
-    found: list[Instance] = field(default_factory=list)
+    instances: list[Instance] = field(default_factory=list)
     variant: dict[Ref, int] = field(default_factory=dict)
     reads: dict[Ref, list[UnfoldedRead]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
@@ -96,19 +96,22 @@ class Instances:
             if source.cluster is not None:
                 for cluster in source.cluster.instances:
                     self._add_cluster(
-                        n, cluster, self._again(n, borders.isdisjoint(cluster.results)), everywhere
+                        n,
+                        cluster,
+                        self._may_recompute(n, borders.isdisjoint(cluster.results)),
+                        everywhere,
                     )
             else:
                 for name, node in zip(source.names, source.nodes, strict=True):
                     self._add_single(n, name, node, everywhere)
-        for instance in self.found:
+        for instance in self.instances:
             for operand, ref in instance.operands:
                 self.reads.setdefault(ref, []).append(
                     UnfoldedRead(self.use(instance.op, operand, ref), instance.unit)
                 )
         for n, refs in everywhere:
             units = sorted({r.unit for ref in refs for r in self.reads.get(ref, ())})
-            self.found += [
+            self.instances += [
                 Instance(n, unit, (), refs, False, True, 1.0 / len(units)) for unit in units
             ]
             self.everywhere.update(refs)
@@ -141,7 +144,7 @@ class Instances:
             self.hidden |= {*cluster.results, *cluster.operands}
             everywhere += [(n, cluster.results)] if node in self.placing.copied else []
             return
-        self.found.append(
+        self.instances.append(
             Instance(
                 n,
                 self.placing.stage[node],
@@ -163,11 +166,11 @@ class Instances:
         if kind == "parameter":
             self._parameter(n, name, here)
         elif kind == "output" and node in self.placing.stage:
-            self.found.append(Instance(n, self.placing.stage[node], ((0, here),), ()))
+            self.instances.append(Instance(n, self.placing.stage[node], ((0, here),), ()))
         elif kind == "output":
             self.hidden.add(here)
         elif node in self.placing.stage:  # the tangent of the loss
-            self.found.append(Instance(n, self.placing.stage[node], (), (here,)))
+            self.instances.append(Instance(n, self.placing.stage[node], (), (here,)))
         else:
             everywhere.append((n, (here,)))
 
@@ -177,18 +180,18 @@ class Instances:
         units, gradient = self.placing.holders[name], self._gradients.get(name)
         operands = ((0, gradient),) if gradient else ()
         if len(units) == 1:
-            self.found.append(Instance(n, units[0], operands, (here,)))
+            self.instances.append(Instance(n, units[0], operands, (here,)))
             return
         self.hidden |= {ref for _, ref in operands}
         trained = {
             self.placing.stage[term.name] for term in self.placing.terms.get(name, ())
         } or set(units)
-        self.found += [
+        self.instances += [
             Instance(n, unit, (), (here,), False, True, (unit in trained) / len(trained))
             for unit in units
         ]
 
-    def _again(self, n: int, inside: bool) -> bool:
+    def _may_recompute(self, n: int, inside: bool) -> bool:
         """Whether backward of some stage may recompute an op; constraints may allow less."""
         op = self.priced.problem.ops[n]
         return (
@@ -236,21 +239,21 @@ class TensorWorth:
     Attributes:
         now: per use, π of one reader over layouts, in the tensor's phase.
         later: the same in backward, of a tensor of forward.
-        made: μ.
+        made_s: μ.
         versions: layouts in which the tensor may be kept.
         loss_s: the sum of the negative reduced costs of its collectives.
         crossing_loss_s: the same in the stages between which it crosses.
-        left: in the tensor's phase, and in backward of a tensor of forward, the cost of its
-            collectives, counted in full, minus their worth.
+        remaining_costs: in the tensor's phase, and in backward of a tensor of forward, the cost of
+            its collectives, counted in full, minus their worth.
     """
 
     now: Mapping[int, Floats]
     later: Mapping[int, Floats]
-    made: Floats
+    made_s: Floats
     versions: NDArray[np.bool_]
     loss_s: float
     crossing_loss_s: float
-    left: tuple[Floats, ...]
+    remaining_costs: tuple[Floats, ...]
 
     def sum_of(self, which: Mapping[int, Floats], reads: Iterable[UnfoldedRead]) -> Floats:
         """Compute Σ π of readers, by layout."""
@@ -258,7 +261,7 @@ class TensorWorth:
 
     def kappa(self, later: Floats) -> Floats:
         """Compute κ from Σ π of the readers in backward, by layout."""
-        return np.where(self.versions, np.maximum(later - self.made, 0.0), 0.0)
+        return np.where(self.versions, np.maximum(later - self.made_s, 0.0), 0.0)
 
 
 @dataclass

@@ -132,7 +132,7 @@ class ContextWalk(Propagation):
         """Walk, and add the nodes that read an operand in another placement than that in which it
         is produced."""
         labels = super().run()
-        labels.apart |= read_otherwise(self.graph, labels.rows)
+        labels.separate |= read_otherwise(self.graph, labels.rows)
         return labels
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
@@ -153,7 +153,7 @@ class ContextWalk(Propagation):
         if not candidates:
             return None
         best = min(candidates, key=lambda o: self._gathered_elements(node, o))
-        self.result.apart.add(node.name)
+        self.result.separate.add(node.name)
         return best
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
@@ -166,7 +166,7 @@ class ContextWalk(Propagation):
                 and (label := gathered.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = label
-                self.result.apart.update(
+                self.result.separate.update(
                     user.name for user in node.users
                 )  # it is scattered before its readers
 
@@ -258,7 +258,9 @@ class SampleWalk(ContextWalk):
                 and (label := lay.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = label
-                self.result.apart.update(user.name for user in node.users)  # its readers slice it
+                self.result.separate.update(
+                    user.name for user in node.users
+                )  # its readers slice it
 
 
 def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
@@ -415,7 +417,7 @@ class _ExpertWalk(SampleWalk):
         up = _WEIGHTS[node.target]
         tokens = self.labels.get(self.graph.reads[node.name][up - 3], REPLICATE)
         super()._take(node, option)
-        self.result.apart.add(node.name)
+        self.result.separate.add(node.name)
         row, weights = (
             self.result.rows[node.name],
             [i for i, p in enumerate(option.outputs) if isinstance(p, Shard)],
@@ -426,6 +428,6 @@ class _ExpertWalk(SampleWalk):
         for i, placement in enumerate(option.outputs):
             if isinstance(placement, Partial):
                 self.labels[node.name, i] = tokens
-        self.result.apart.update(
+        self.result.separate.update(
             user.name for user in node.users
         )  # partial sums are scattered before their readers

@@ -119,7 +119,7 @@ class _Side(Propagation):
             if any(
                 label is not None and produced not in (None, label) for label, produced in pairs
             ):
-                labels.apart.add(name)
+                labels.separate.add(name)
         return labels
 
     def _produced_label(self, ref: Ref) -> Placement | None:

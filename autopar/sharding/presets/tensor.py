@@ -280,7 +280,9 @@ def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) 
     }
     other_reads = read_otherwise(graph, rows)
     gathering = {name for name in along.gathering if rows.get(name) == along.rows.get(name)}
-    return replace(chains, rows=rows, apart=other_reads, gathering=gathering, failure=along.failure)
+    return replace(
+        chains, rows=rows, separate=other_reads, gathering=gathering, failure=along.failure
+    )
 
 
 def _nodes_adding_sums(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:

@@ -64,7 +64,7 @@ def test_certificate_derives_the_same_nodes() -> None:
         for node in head_trace().graph.nodes
         if node.name in needed_by_backward(head_trace())
     }
-    assert {key for key in facts.asked if key in facts.nodes} == keys
+    assert {key for key in facts.needed if key in facts.nodes} == keys
 
 
 def test_recomputed_op_does_not_read_operands_of_nodes_that_do_not_run_again() -> None:
@@ -73,7 +73,7 @@ def test_recomputed_op_does_not_read_operands_of_nodes_that_do_not_run_again() -
         (p.problem.values[x.value].key, p.problem.ops[u.op].key)
         for x in p.problem.variants
         for u in x.uses
-        if not u.again
+        if not u.read_again
     }
     picks = {
         n

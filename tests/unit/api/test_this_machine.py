@@ -25,7 +25,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNames
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: made.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: made)
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_warned", set())
     return made
 
 

@@ -16,12 +16,12 @@ def test_an_op_that_could_run_again_asks_for_its_operands_before_what_reads_its_
     later = []
     for name, span in kept.items():
         again = repeated[name]
-        assert (span.made, span.last_forward, span.read) == (
-            again.made,
+        assert (span.producer, span.last_forward, span.first_read) == (
+            again.producer,
             again.last_forward,
-            again.read,
+            again.first_read,
         )
-        assert span.again == NEVER, "nothing runs again"
+        assert span.first_reread == NEVER, "nothing runs again"
         if span.earliest != NEVER:
             assert 0 <= again.earliest <= span.earliest <= span.latest <= again.latest
         later.append(again.latest > span.latest)

@@ -225,7 +225,7 @@ def test_gradients_match_the_reference(
         return torch.autograd.grad(loss(y, normed), leaves[rank])
 
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
-        gradients = peers.each(run)
+        gradients = peers.run_on_each(run)
     total = sum(
         (loss(y, normed) for y, _, normed in reference_results(equation, ranks, dim, rounded)),
         torch.zeros((), dtype=torch.float64),
@@ -277,7 +277,7 @@ def test_ranks_at_different_speeds_get_the_results_of_each_epoch(
         )
 
     with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
-        assert peers.each(run) == [True] * 3
+        assert peers.run_on_each(run) == [True] * 3
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS)

@@ -144,7 +144,7 @@ def test_gradients_of_all_gather_matmul_match_the_reference(
         return torch.autograd.grad(loss(rank, *outputs), (shards[rank], others[rank], biases[rank]))
 
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
-        gradients = peers.each(run)
+        gradients = peers.run_on_each(run)
     reference = overlapped_references.all_gather_matmul_reference(
         equation, shards, others, which, dim, biases
     )
@@ -189,7 +189,7 @@ def test_gradients_of_matmul_reduce_scatter_match_the_reference(
         )
 
     with HostThreads(size) as peers, providers.provide_peers("gradients", peers):
-        gradients = peers.each(run)
+        gradients = peers.run_on_each(run)
     parts = overlapped_references.matmul_reduce_scatter_reference(
         equation, pairs, dim, addends, biases
     )
@@ -242,7 +242,7 @@ def test_ranks_at_different_speeds_get_the_results_of_each_epoch(kernels: None) 
         return is_correct
 
     with HostThreads(3) as peers, providers.provide_peers("own pace", peers):
-        assert peers.each(run) == [True] * 3
+        assert peers.run_on_each(run) == [True] * 3
 
 
 def test_axis_of_size_one_computes_only_the_product() -> None:

@@ -79,7 +79,7 @@ def test_early_steps_get_the_memory_that_the_step_leaves_at_their_place(
     make_plan(trace, Mesh(2), PROFILE, wish)
     ((free, plain),) = ordering
     orders = _Plain(plain, Orders(plain.program, plain.plan))
-    roomy = orders.beside(free._all_room(plain))
+    roomy = orders.overlapped(free._all_room(plain))
     most = free.peak_bytes(roomy.program) + plain.plan.prediction.beside_bytes
     assert plain.peak_bytes < most, "otherwise the test shows nothing"
     numbers = []

@@ -128,9 +128,9 @@ def test_of_several_versions_the_one_that_is_nearest_to_what_backward_reads_is_k
     e = evaluate(p, (0, 1, 0))  # a makes its result whole, b wants columns: a cut in backward
     assert layouts(p, 1, e.kept[1]) == ["R"]
     assert [a.collective.kind for a in e.backward[1].arcs] == ["slice"]
-    assert e.backward[1].time_s == PRICES["slice"] and layouts(p, 1, e.backward[1].wanted) == [
-        "S(1)"
-    ]
+    assert e.backward[1].time_s == PRICES["slice"] and layouts(
+        p, 1, e.backward[1].read_layouts
+    ) == ["S(1)"]
 
 
 def test_the_time_of_one_variant_is_its_share_of_the_communication() -> None:

@@ -22,7 +22,7 @@ CLOSED = {1.0: 2.0}  # which of them are closed
 
 def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[float]]:
     """The bound that a tree of these boxes proves, and the boxes that it looks into."""
-    program: Any = SimpleNamespace(x=[], again={}, keep={}, regions={})
+    program: Any = SimpleNamespace(x=[], recomputed={}, keep={}, regions={})
     engine: Any = SimpleNamespace(
         column={}, cost=np.zeros(1), rows=SimpleNamespace(lower=np.zeros(1))
     )
