@@ -23,7 +23,7 @@ from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of, plann
 from autopar.api.cached_captures import captures_cached
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits, recorded_options
-from autopar.api.planning import Found, find_plan
+from autopar.api.planning import PlanResult, find_plan
 from autopar.api.tracing import (
     as_planned,
     is_trace_for,
@@ -548,7 +548,7 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
         raise PlanError(message, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
-def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
+def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlanResult:
     log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
         return find_plan(order.request, args, kwargs)

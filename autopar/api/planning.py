@@ -267,7 +267,7 @@ def shown_progress() -> Iterator[Progress]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlanResult:
     """A plan, and whether it was planned in this call.
 
     Attributes:
@@ -288,7 +288,7 @@ def find_plan(
     kwargs: Mapping[str, Any],
     *,
     progress: Progress | None = None,
-) -> Found:
+) -> PlanResult:
     """Return the plan of a request from the cache, or plan and store it.
 
     Args:
@@ -304,7 +304,7 @@ def find_plan(
     key = _key_of(request, devices, args, kwargs)
     if key is not None and (plan := load_plan(key)) is not None:
         log.info("plan loaded from the cache: %s", key.text)
-        return Found(plan, key=key.text)
+        return PlanResult(plan, key=key.text)
     cached = captures_cached(use=chosen.cache)
     shown = shown_progress() if progress is None else nullcontext(progress)
     with cached, shown as tell, recorded_captures() as traces, recorded_warnings() as messages:
@@ -312,7 +312,7 @@ def find_plan(
     is_final = not (chosen.is_late or planned.was_interrupted)  # more time may give another plan
     if key is not None and is_final:
         save_plan(key, planned.plan, traces, messages)
-    return Found(planned.plan, planned, trace, "" if key is None else key.text)
+    return PlanResult(planned.plan, planned, trace, "" if key is None else key.text)
 
 
 def _key_of(

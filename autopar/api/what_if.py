@@ -40,7 +40,7 @@ from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
 from autopar.planner.reprice import reprice_plan
 from autopar.planner.sensitivity import all_flips
-from autopar.planner.transfer_plan import Carried, carry_plan, notes
+from autopar.planner.transfer_plan import TransferredPlan, carry_plan, notes
 from autopar.plans import Flips, Plan
 from autopar.request import PlanOptions, WhatIfKeywords, as_constraints
 
@@ -286,7 +286,7 @@ def what_if(
     )
     if there.axes == plan.mesh.axes:
         peaks = plan.as_pipeline.peaks
-        result = Carried(reprice_plan(plan, part, there, devices, new_options), peaks)
+        result = TransferredPlan(reprice_plan(plan, part, there, devices, new_options), peaks)
     else:
         outputs = plan.options.get("outputs", "dtensor")
         returned = returned_of(part, how, outputs)
@@ -366,7 +366,7 @@ def flips(
 
 
 def _tightest(
-    plan: Plan, found: Carried, devices: Hardware, options: PlanOptions
+    plan: Plan, found: TransferredPlan, devices: Hardware, options: PlanOptions
 ) -> tuple[int, int]:
     """Return peak and budget (bytes) of the device with the least memory left."""
     pairs = [

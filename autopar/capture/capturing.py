@@ -24,7 +24,7 @@ from autopar.capture.execute import propagate
 from autopar.capture.folding import (
     NotFoldable,
     Run,
-    Shortened,
+    ShortenedCapture,
     capture_shortened,
     renumber_path,
     repeat,
@@ -503,7 +503,7 @@ def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 
 def _normal_form(
-    model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared
+    model: nn.Module, raw: RawJoint, shortened: ShortenedCapture | None, call: Prepared
 ) -> Trace:
     """Bring a raw graph into normal form and return its trace.
 

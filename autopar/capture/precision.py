@@ -131,11 +131,11 @@ _ATOMS = frozenset(
 )  # types of most arguments without tensors
 _SMALL = 8  # size of a dim of a small tensor
 _MOST_ELEMENTS = 2**22  # of all operands and results of a small call
-_known: dict[Any, Tried | None] = {}
+_known: dict[Any, KernelTrial | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class KernelTrial:
     """The result of running a kernel on operands of several dtypes.
 
     Attributes:
@@ -157,7 +157,7 @@ def is_mixed(arguments: Any) -> bool:
 
 def try_kernel(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> Tried | None:
+) -> KernelTrial | None:
     """Run the kernel of a call with several floating dtypes on small tensors.
 
     Args:
@@ -291,7 +291,7 @@ def _trial(
     kwargs: Mapping[str, Any],
     result: Any,
     size: Size,
-) -> Tried | None:
+) -> KernelTrial | None:
     dtype = _widest((args, kwargs))
     if (
         sum(math.prod(map(size, x.shape)) for x in _tensors((args, kwargs, result)))
@@ -317,9 +317,9 @@ def _trial(
     except Exception:  # any error is possible: sizes may not fit, or a dtype may have no kernel
         return None
     try:
-        return Tried(_dtypes_of(run("cpu", None)), widest)
+        return KernelTrial(_dtypes_of(run("cpu", None)), widest)
     except Exception as error:
-        return Tried((), widest, next(iter(str(error).splitlines()), type(error).__name__))
+        return KernelTrial((), widest, next(iter(str(error).splitlines()), type(error).__name__))
 
 
 def _sizes(args: Any, result: Any) -> Iterator[Size]:

@@ -19,7 +19,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.emit.context import buffer_key, input_key, output_key, parameter_key
 from autopar.plans import Communication, Plan
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.program.schedule import Action
 from autopar.rules import operands_of
 from autopar.sharding import Forced, classes_of, resolve
@@ -306,7 +306,7 @@ class Context:
     num_in_flight: int = 1
     schedule: str = ""
     batch_bytes: int = 0
-    returned: Returned | None = None
+    returned: ReturnedOutputs | None = None
     stage: int = 0
     actions: tuple[Action, ...] = ()
 

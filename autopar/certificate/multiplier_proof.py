@@ -360,7 +360,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 @dataclass
-class Stored:
+class StoredMultipliers:
     """The multipliers that a plan stores.
 
     `findings` lists the stored multipliers that match nothing in the problem. These prove nothing.

@@ -28,7 +28,7 @@ from autopar.capture.trace import Trace
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Context, Facts
 from autopar.certificate.marks import check_capture, check_request, identity, of_stages
-from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.multiplier_proof import StoredMultipliers, check_proof
 from autopar.certificate.over_cuts import PipelineFigures, Unfolded, least_over_cuts
 from autopar.certificate.rank_schedules import (
     actions_of,
@@ -56,7 +56,7 @@ from autopar.emit import emit, returned_of
 from autopar.emit.context import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
 from autopar.plans import Pipeline, Plan
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.stages import Cut, cut_trace, seams, usable_points
 
@@ -217,7 +217,7 @@ def _unfold_part(
     pipeline: Pipeline,
     profile: HardwareProfile,
     constraints: Sequence[Constraint],
-) -> tuple[Unfolded, Stored]:
+) -> tuple[Unfolded, StoredMultipliers]:
     """Return the least seconds of the parts of a microbatch on one kind of device, from the
     multipliers in the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
@@ -238,7 +238,9 @@ def _unfold_part(
         num_microbatches=pipeline.num_microbatches,
         exposed=sewn.exposed,
     )
-    stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
+    stored = StoredMultipliers(
+        part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates)
+    )
     ways = PipelineFigures(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
     return (
         Unfolded(
@@ -278,7 +280,7 @@ class _Stages:
     plan: Plan
     pipeline: Pipeline
     hardware: Hardware
-    returned: Returned
+    returned: ReturnedOutputs
 
     def certificates(self) -> list[Certificate]:
         """Certify each stage on its own devices.
@@ -370,7 +372,7 @@ class _Stages:
 
 
 def _check_schedule(
-    plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned
+    plan: Plan, pipeline: Pipeline, part: Trace, returned: ReturnedOutputs
 ) -> Iterator[Finding]:
     """Yield a finding if the schedule does not wait for a value that it needs, or if outputs cannot
     be returned as the plan states."""

@@ -27,7 +27,7 @@ from autopar.certificate.memory_and_time import (
     sum_resting,
     times,
 )
-from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.multiplier_proof import StoredMultipliers, check_proof
 from autopar.certificate.redistributions import MoveWalk, steps_per_step
 from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
 from autopar.core.hardware import HardwareProfile
@@ -463,7 +463,7 @@ class _StageCheck:
     def certificate(self, report: Certificate) -> Certificate:
         """Return the report with everything that can be derived."""
         plan = self.plan
-        stored = Stored(self.trace, plan, self.priced, self.facts)
+        stored = StoredMultipliers(self.trace, plan, self.priced, self.facts)
         bound_s = stored.bound_s()
         findings = [*stored.findings, *check_proof(plan.proof, bound_s)]
         report = replace(

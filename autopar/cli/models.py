@@ -15,7 +15,7 @@ import torch
 from autopar import constraints, hf
 from autopar.api import as_call, flips
 from autopar.api.options import PlanRequest
-from autopar.api.planning import Found, find_plan
+from autopar.api.planning import PlanResult, find_plan
 from autopar.cli.shared_options import BATCH, DTYPE, RESTING, NamedModel, as_flags, check_dtype
 from autopar.constraints import Constraint
 from autopar.core.hardware import Hardware
@@ -227,7 +227,7 @@ def plan_named(
         say(f"integer program written to {lp_file}")
 
 
-def _tell(found: Found, clock: _Clock, out_file: Path | None) -> None:
+def _tell(found: PlanResult, clock: _Clock, out_file: Path | None) -> None:
     """Print the summary of the plan and the planning time, and write the plan."""
     plan = found.plan
     for line in explain(plan).summary():

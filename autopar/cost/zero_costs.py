@@ -19,7 +19,7 @@ from autopar.cost.gradient_dtypes import Uncast, is_all_partial
 from autopar.cost.op_times import compute_time
 from autopar.cost.priced import OPTIMIZERS, Source
 from autopar.cost.zero_stages import (
-    Held,
+    HeldLayouts,
     StepMoves,
     ZeroStages,
     held_ways,
@@ -81,7 +81,7 @@ class HeldPrices:
             for s in (alike if self.all_ways else _drop_dominated(alike))
         )
 
-    def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
+    def _strategy(self, p: Parameter, held: HeldLayouts, dtype: torch.dtype) -> OpStrategy | None:
         """Return the strategy that adds gradients of this dtype. They are uncast if it is not the
         dtype of the parameter. Return None if no collectives lead between the layouts."""
         moved_s = self.moves.seconds(p, held)
@@ -113,7 +113,7 @@ class HeldPrices:
             host_bytes=self._host_bytes(p, held) if held.storage.host else 0,
         )
 
-    def _device_bytes(self, p: Parameter, held: Held) -> int:
+    def _device_bytes(self, p: Parameter, held: HeldLayouts) -> int:
         """Return the bytes of a device that the stored parameter with its optimizer state, and a
         copy in its working layout, occupy during the whole step."""
         size = 0
@@ -124,7 +124,7 @@ class HeldPrices:
             size += local_bytes(p.view, p.compute_dtype, held.working, self.moves.mesh_shape)
         return size
 
-    def _host_bytes(self, p: Parameter, held: Held) -> int:
+    def _host_bytes(self, p: Parameter, held: HeldLayouts) -> int:
         """Return the bytes of the host's memory for a parameter that is stored there, with its
         optimizer state, gradient and narrowed copy."""
         size, mesh_shape = self._stored_bytes(p, held), self.moves.mesh_shape
@@ -134,13 +134,13 @@ class HeldPrices:
             size += local_bytes(p.view, p.compute_dtype, held.storage, mesh_shape)
         return size
 
-    def _stored_bytes(self, p: Parameter, held: Held) -> int:
+    def _stored_bytes(self, p: Parameter, held: HeldLayouts) -> int:
         state, _ = OPTIMIZERS[self.optimizer] if p.gradient is not None else (0, 0)
         return (1 + state) * local_bytes(p.view, p.dtype, held.storage, self.moves.mesh_shape)
 
 
 def _added_in(
-    p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Sequence[int]
+    p: Parameter, held: HeldLayouts, uncast: Uncast | None, mesh_shape: Sequence[int]
 ) -> tuple[torch.dtype, ...]:
     """Return the dtypes that a gradient may have when it is added."""
     if p.gradient is None or uncast is None or held.sums not in uncast.layouts:

@@ -63,7 +63,7 @@ _MOST_TOLD = 8  # largest number of layouts in an error message
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLayouts:
     """The three layouts of a parameter (see the module docstring).
 
     Without a gradient, `sums` is the storage layout.
@@ -74,11 +74,11 @@ class Held:
     sums: Layout
 
 
-def parameter_layouts(strategy: OpStrategy) -> Held:
+def parameter_layouts(strategy: OpStrategy) -> HeldLayouts:
     """Return the three layouts of a parameter in a strategy."""
     working = strategy.layouts.outputs[0]
     storage = strategy.storage or working
-    return Held(
+    return HeldLayouts(
         storage, working, strategy.layouts.inputs[0].plain if strategy.layouts.inputs else storage
     )
 
@@ -109,7 +109,7 @@ def own_time_s(op: Op, strategy: int) -> float:
 
 def held_ways(
     storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages
-) -> Iterator[Held]:
+) -> Iterator[HeldLayouts]:
     """Yield every way to hold a parameter.
 
     Args:
@@ -127,7 +127,7 @@ def held_ways(
         working, sums = list(storage.placements), list(storage.placements)
         for axis, (reads, adds) in zip(axes, chosen, strict=True):
             working[axis], sums[axis] = reads, adds
-        way = Held(storage, Layout(working, storage.order), Layout(sums, storage.order))
+        way = HeldLayouts(storage, Layout(working, storage.order), Layout(sums, storage.order))
         if _inner(storage, way.working, through) and _inner(storage, way.sums, through):
             yield way
             if storage.host and way.working == storage.on_device():
@@ -181,7 +181,7 @@ class StepMoves:
     def __post_init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
 
-    def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+    def gathers(self, p: Parameter, held: HeldLayouts) -> tuple[Step, ...]:
         """Return the collectives from the storage to the working layout, in order.
 
         Their seconds are per microbatch. `seconds` counts them as shares of buckets.
@@ -191,7 +191,7 @@ class StepMoves:
         """
         return self._chain(p.view, p.compute_dtype, held.storage, held.working)
 
-    def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
+    def reduces(self, p: Parameter, held: HeldLayouts) -> tuple[Step, ...]:
         """Return the collectives from the sums to the storage layout (see `gathers`)."""
         return (
             self._chain(p.view, sum_dtype(p.dtype), held.sums, held.storage)
@@ -199,7 +199,7 @@ class StepMoves:
             else ()
         )
 
-    def seconds(self, p: Parameter, held: Held) -> float | None:
+    def seconds(self, p: Parameter, held: HeldLayouts) -> float | None:
         """Return the seconds of `gathers` and `reduces` per microbatch; None if no collectives lead
         there."""
         try:
@@ -220,7 +220,7 @@ class StepMoves:
         return self._known[key]
 
 
-def stage_on(held: Held, axis: int) -> int:
+def stage_on(held: HeldLayouts, axis: int) -> int:
     """Return the ZeRO stage on a mesh axis; 0 if the stored parameter is replicated there.
 
     Args:

@@ -23,7 +23,7 @@ from autopar.core.collective import Collective
 from autopar.core.fx_nodes import add_call, copy_node
 from autopar.core.layout import local_shape
 from autopar.core.layout_graph import may_share
-from autopar.emit.context import CALLS, Moved
+from autopar.emit.context import CALLS, MovedTensor
 from autopar.errors import ChangedPlanError
 from autopar.kernels.packing import BucketLayout, from_bucket, into_bucket
 from autopar.plans import Bucket, Plan
@@ -47,7 +47,7 @@ def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
         step: a node of an emitted graph.
         mesh_shape: the sizes of the mesh axes.
     """
-    moved: Moved | None = step.meta.get("moved")
+    moved: MovedTensor | None = step.meta.get("moved")
     if moved is None or not may_share(
         step.meta["collective"], moved.shape, moved.source, moved.target, mesh_shape
     ):
@@ -174,7 +174,7 @@ def _holding_nothing(graph: fx.Graph, nodes: Collection[fx.Node]) -> Iterator[Bu
 
 
 def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
-    """Return the names of a bucket's members, in the form of `Moved.name`."""
+    """Return the names of a bucket's members, in the form of `MovedTensor.name`."""
     return [(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
 
 
@@ -252,7 +252,7 @@ class _BucketNodes:
 
         Args:
             bucket: the bucket of the plan.
-            steps: the steps of the graph, by `Moved.name`.
+            steps: the steps of the graph, by `MovedTensor.name`.
             mesh_shape: the sizes of the mesh axes.
 
         Raises:

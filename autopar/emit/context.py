@@ -227,7 +227,7 @@ class LoweringContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedTensor:
     """The tensor and the layouts of a communication step.
 
     Attributes:

@@ -29,7 +29,7 @@ from autopar.emit.context import (
     CALLS,
     CAST,
     LoweringContext,
-    Moved,
+    MovedTensor,
     Ref,
     buffer_key,
     input_key,
@@ -330,7 +330,7 @@ class PhaseBuilder:
             source = add_call(self.graph, _cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = add_call(self.graph, target, (source, *args), self._length(ref, step))
-        moved = Moved(self.phase, key, result, self.job.shape(ref), step.source, step.target)
+        moved = MovedTensor(self.phase, key, result, self.job.shape(ref), step.source, step.target)
         node.meta.update(
             meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
         )

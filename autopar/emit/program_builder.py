@@ -28,7 +28,7 @@ from autopar.emit.context import (
     CALLS,
     CAST,
     LoweringContext,
-    Moved,
+    MovedTensor,
     PlanIndex,
     TensorKey,
     buffer_key,
@@ -44,7 +44,7 @@ from autopar.emit.phase import PhaseBuilder
 from autopar.errors import ChangedPlanError, Where
 from autopar.kernels.collectives import sum_dtype
 from autopar.plans import Communication, Plan
-from autopar.program.executor import Returned, is_returned
+from autopar.program.executor import ReturnedOutputs, is_returned
 from autopar.program.program import (
     Count,
     LazyGraphModule,
@@ -362,7 +362,7 @@ class _GraphBuilder:
             c, meta = step.collective, node.meta
             call, args = CALLS[c.kind](c, step.target)
             node = add_call(self.graph, call, (node, *args), self._length(each.p, step))
-            moved = Moved(
+            moved = MovedTensor(
                 PHASE, storage_key(each.p.name), each.result, each.p.view, step.source, step.target
             )
             node.meta.update(
@@ -567,7 +567,7 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     return Microbatches(how.num, how.inputs, outputs, loss, tuple(counts))
 
 
-def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
+def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> ReturnedOutputs:
     """Return the outputs that a call of several stages returns.
 
     Args:
@@ -576,4 +576,6 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     """
     microbatches = microbatches_of(part, how)
     tensors = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))
-    return Returned(tensors, microbatches, waits=not any(o.is_loss for o in part.differentiable))
+    return ReturnedOutputs(
+        tensors, microbatches, waits=not any(o.is_loss for o in part.differentiable)
+    )

@@ -44,7 +44,7 @@ from autopar.integrations.trainer_arguments import (
 from autopar.runtime.device_mesh import join_launched
 from autopar.runtime.full_state import whole_values
 from autopar.runtime.parameter_module import holder_of
-from autopar.runtime.plain_model import Noted, note_tensors
+from autopar.runtime.plain_model import NotedTensor, note_tensors
 from autopar.runtime.rank_comm import by_first, num_ranks, rank
 
 # --------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class TrainerPlainModel:
     """
 
     model: nn.Module
-    parameters: tuple[Noted, ...]
+    parameters: tuple[NotedTensor, ...]
 
     @staticmethod
     def release_weights(model: nn.Module) -> TrainerPlainModel:

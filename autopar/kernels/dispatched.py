@@ -34,7 +34,7 @@ from torch import Tensor
 from autopar.kernels import bound_ops
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
 from autopar.kernels.peers import Peers, counts_memory, peers_of, say_once
-from autopar.kernels.routed import BACK, MOST_RANKS, Sent, count, send
+from autopar.kernels.routed import BACK, MOST_RANKS, SendJob, count, send
 from autopar.ops.expert_layers import (
     Exchange,
     Operands,
@@ -309,7 +309,8 @@ class BetweenPeers:
         width, dtype = rows[0].shape[1], rows[0].dtype
         every = zip(self.ranks, rows, index, strict=True)
         jobs = {
-            rank: Sent(mine.contiguous(), places, self.tables[rank]) for rank, mine, places in every
+            rank: SendJob(mine.contiguous(), places, self.tables[rank])
+            for rank, mine, places in every
         }
         rows.clear()
         come = send(self.peers, name, self.tables[self.ranks[0]].shape[1], self.most, jobs)

@@ -246,7 +246,7 @@ def count(
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SendJob:
     """The job of a rank in `send`: contiguous rows, the row of each sorted pair (None for rows that
     were received), and the table."""
 
@@ -256,7 +256,7 @@ class Sent:
 
 
 def send(
-    peers: Peers, name: str, num_experts: int, most: int, jobs: Mapping[int, Sent]
+    peers: Peers, name: str, num_experts: int, most: int, jobs: Mapping[int, SendJob]
 ) -> dict[int, Tensor]:
     """Send rows. Return the received bytes of each rank as views of shared memory.
 

@@ -31,13 +31,13 @@ from autopar.emit import (
     places,
     slack_of,
 )
-from autopar.emit.context import Moved
+from autopar.emit.context import MovedTensor
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
 from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Bucket, Communication, Member, Overlap, Piece, Plan
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.program.peak_memory import NodePeak, PeakMemory, all_peaks
 from autopar.program.program import StageProgram
 from autopar.program.reorder import write_order
@@ -128,7 +128,7 @@ class Groups:
 
     Attributes:
         mesh, profile, num_microbatches: the parameters of their prices.
-        times: seconds of each communication, by `Moved.name`.
+        times: seconds of each communication, by `MovedTensor.name`.
     """
 
     mesh: Mesh
@@ -186,7 +186,7 @@ class Groups:
     def bucket(self, steps: Sequence[fx.Node]) -> Bucket:
         """Make one bucket of these communications."""
         c = on_bucket(steps, self.mesh.shape)
-        moved: list[Moved] = [node.meta["moved"] for node in steps]
+        moved: list[MovedTensor] = [node.meta["moved"] for node in steps]
         sizes = [node.meta["collective"].bytes for node in steps]
         shared = self.num_microbatches if moved[0].phase == "step" else 1
         time_s = (
@@ -543,7 +543,7 @@ class StageSchedule:
     name: str
     num_microbatches: int
     batch_bytes: int
-    returned: Returned
+    returned: ReturnedOutputs
     stage: int = 0
     actions: tuple[Action, ...] = ()
 

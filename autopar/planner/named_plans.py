@@ -32,7 +32,7 @@ from autopar.errors import ConstraintError
 from autopar.planner.candidates import Candidate
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
-from autopar.planner.solving import Solving
+from autopar.planner.solving import ProblemSolver
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Plan
 from autopar.sharding import ClusterClass, Forced, LabelRow, Named, Walks, resolve_named
@@ -194,7 +194,7 @@ class NamedComparison:
     """
 
     emitter: Emitter
-    solving: Solving
+    solving: ProblemSolver
     groups: LayerGroups
     best: Candidate
 

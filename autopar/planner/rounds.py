@@ -34,7 +34,7 @@ from autopar.planner.learned_moments import LayerGroups, LearnedMoments, starts_
 from autopar.planner.min_memory import Need, low_memory_plans, prefer_fastest, refusal
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
-from autopar.planner.solving import Solving
+from autopar.planner.solving import ProblemSolver
 from autopar.sharding import Starts
 from autopar.solve import Least, quickest
 
@@ -113,11 +113,11 @@ class PlannerLoop:
     named: NamedPlans | None = None
     never_regroups: bool = False
     regions: frozenset[int] | None = None
-    _solving: Solving = field(init=False)
+    _solving: ProblemSolver = field(init=False)
 
     def __post_init__(self) -> None:
         self.options, self.clock = self.emitter.options, self.emitter.clock
-        self._solving = Solving(self.options, self.emitter.peaks.stage_cache)
+        self._solving = ProblemSolver(self.options, self.emitter.peaks.stage_cache)
 
     def find_best(self) -> Candidate:
         """Search for the fastest plan that fits.

@@ -31,7 +31,7 @@ _WORK_SHARE = 0.25  # share of the work of all earlier searches, if that is more
 
 
 @dataclass
-class Solving:
+class ProblemSolver:
     """Calls the solver, or reuses its result for an equal stage.
 
     Attributes:

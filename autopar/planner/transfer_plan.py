@@ -29,13 +29,13 @@ from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Peaks, StageSchedule
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
-from autopar.planner.pipeline.assemble import Sharing
+from autopar.planner.pipeline.assemble import RankBudgets
 from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.step_schedule import step_of
 from autopar.planner.reprice import decisions
 from autopar.planner.search import Planned
 from autopar.plans import Entry, Kept, NodeChoice, Overlap, Pipeline, Plan
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.program.program import Program
 from autopar.request import PlanOptions
 from autopar.sharding import Forced, classes_of, resolve
@@ -151,7 +151,7 @@ def _kept_of_axis(kept: Kept, axes: Sequence[int | None]) -> Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class TransferredPlan:
     """Seconds of a step, and peak bytes of a device by index along the pipeline axis."""
 
     step_s: float
@@ -170,8 +170,8 @@ def carry_plan(
     hardware: Hardware,
     options: PlanOptions,
     batch_bytes: int,
-    returned: Returned,
-) -> Carried:
+    returned: ReturnedOutputs,
+) -> TransferredPlan:
     """Predict the time and memory of a plan's decisions on another mesh.
 
     Args:
@@ -207,7 +207,7 @@ def carry_plan(
         there.num_chunks,
     )
     step_s += output_broadcast_s(there.axis, mesh, hardware, there.handed_bytes)
-    return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
+    return TransferredPlan(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,15 +318,15 @@ def _share_memory(
     hardware: Hardware,
     options: PlanOptions,
     batch_bytes: int,
-    returned: Returned,
-) -> Sharing:
+    returned: ReturnedOutputs,
+) -> RankBudgets:
     """Make the memory of the ranks. Stages that share a rank have the same shares of its budget as
     in the plan."""
     num, chunks = len(pipeline.stages), pipeline.num_chunks
     budgets = [
         options.budget(profile_of(hardware, pipeline.axis, rank)) for rank in range(num // chunks)
     ]
-    sharing = Sharing(
+    sharing = RankBudgets(
         num,
         chunks,
         pipeline.num_in_flight,
@@ -346,7 +346,7 @@ def _share_memory(
 
 
 def _pieces(
-    plan: Plan, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
+    plan: Plan, there: Pipeline, trace: Trace, hardware: Hardware, sharing: RankBudgets
 ) -> Iterator[_CarriedPiece]:
     """Generate the stages."""
     parts = cut_trace(trace, there.positions)

@@ -82,7 +82,7 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Unused:
+class UnusedGradients:
     """The part of a pipeline's backward that depends only on absent tangents. It is neither
     computed nor sent.
 
@@ -98,7 +98,7 @@ class Unused:
     gradients: tuple[frozenset[str], ...]
 
     @staticmethod
-    def of(program: Program, absent: Collection[str]) -> Unused:
+    def of(program: Program, absent: Collection[str]) -> UnusedGradients:
         """Find the unused part if the loss does not depend on the outputs `absent`."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
@@ -117,7 +117,7 @@ class Unused:
             here & before
             for here, before in zip(arrived, (frozenset[str](), *tangents), strict=False)
         )
-        return Unused(
+        return UnusedGradients(
             frozenset(name for name, node in trained.items() if node in dependence.gone),
             tangents,
             gradients,
@@ -551,7 +551,7 @@ def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class ReturnedOutputs:
     """The outputs that a call of a pipeline returns.
 
     Attributes:

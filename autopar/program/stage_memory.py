@@ -22,7 +22,7 @@ from autopar.core.layout import local_shape
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.program.abstract_executor import LiveBytes, Rehearsal
-from autopar.program.executor import Returned, parts_of
+from autopar.program.executor import ReturnedOutputs, parts_of
 from autopar.program.program import StageProgram
 from autopar.program.schedule import Action
 from autopar.program.stage_work import StageWork, outputs_kept
@@ -51,7 +51,7 @@ def trace_stage_peak(
     num_in_flight: int,
     num_microbatches: int,
     outputs: Outputs,
-    returned: Returned | None = None,
+    returned: ReturnedOutputs | None = None,
 ) -> StagePeak:
     """Predict the memory of a stage by running its schedule on fake tensors.
 
@@ -178,7 +178,7 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
 
 
 def _forwards_first(
-    work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool
+    work: StageWork, num: int, num_more: int, returned: ReturnedOutputs, *, trained: bool
 ) -> None:
     """Run the stage like `autopar.program.transfers` and `autopar.runtime.scheduled_calls`, and
     hold the same tensors."""

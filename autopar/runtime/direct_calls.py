@@ -35,7 +35,7 @@ from autopar.runtime.loss_scaling import Backwards, LossScale, describe_factor
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import check_tangents
-from autopar.runtime.tensor_guards import Watched
+from autopar.runtime.tensor_guards import WatchedTensors
 
 
 class DirectCalls:
@@ -96,7 +96,7 @@ class DirectCalls:
             x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient
         ]
         trains = trains or (torch.is_grad_enabled() and any(x.requires_grad for x in with_gradient))
-        watched = Watched()
+        watched = WatchedTensors()
         shown: Sequence[Tensor] = (
             _Step.apply(self, watched, inputs, buffers, *with_gradient, *parameters)
             if trains
@@ -118,7 +118,7 @@ class DirectCalls:
         inputs: list[Tensor],
         parameters: Sequence[Tensor],
         buffers: Mapping[str, Tensor],
-        watched: Watched,
+        watched: WatchedTensors,
         *,
         keep: bool,
     ) -> tuple[list[Tensor], list[Any]]:
@@ -260,7 +260,7 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any,
         calls: DirectCalls,
-        watched: Watched,
+        watched: WatchedTensors,
         inputs: list[Tensor],
         buffers: Mapping[str, Tensor],
         *trained: Tensor,

@@ -20,7 +20,7 @@ from autopar.program.program import ProgramTensor
 from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.call_arguments import Arguments
 from autopar.runtime.guards import (
-    Frozen,
+    FrozenConstants,
     KnownBuffers,
     Misfit,
     OtherMode,
@@ -74,7 +74,7 @@ class Compiled(Holder):
             autocast_around(devices.device_type),
         )
         self._copied_weights = CopiedWeights()
-        self._frozen: Frozen | None = None
+        self._frozen: FrozenConstants | None = None
         self._known_buffers = KnownBuffers(())
         self._left: PlainModel | None = None
 
@@ -128,7 +128,7 @@ class Compiled(Holder):
         Subclasses call this last, since their own attributes take precedence."""
         attributes = tuple(attributes)
         constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
-        self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
+        self._frozen = FrozenConstants(model, constants, None if shared is None else shared._frozen)
         self._known_buffers = KnownBuffers(
             each for each in attributes if isinstance(each, KnownBuffer)
         )

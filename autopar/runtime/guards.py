@@ -26,14 +26,14 @@ from autopar.core.same_values import is_same
 from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
 from autopar.runtime.module_modes import FollowedModes
-from autopar.runtime.module_shell import Standing
+from autopar.runtime.module_shell import ModuleShell
 from autopar.runtime.rank_comm import rank
 
 _GONE = object()
 Steps = tuple[tuple[str, Any], ...]
 
 
-class Frozen:
+class FrozenConstants:
     """The constants of one program. This object does not keep the model alive.
 
     Args:
@@ -46,7 +46,7 @@ class Frozen:
         self,
         model: nn.Module,
         attributes: Iterable[ModuleAttribute | OutsideValue],
-        original: Frozen | None = None,
+        original: FrozenConstants | None = None,
     ) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.modules: Mapping[str, Callable[[], nn.Module | None]] = (
@@ -93,7 +93,7 @@ class Frozen:
             return ModuleAttribute(each.path, each.name, Stamp.of(original_value))
         return each
 
-    def check(self, part: Callable[[str], Standing]) -> None:
+    def check(self, part: Callable[[str], ModuleShell]) -> None:
         """Check that the constants have not changed on the model, or on the compiled module if the
         model no longer exists.
 

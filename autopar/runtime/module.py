@@ -32,7 +32,7 @@ from autopar.runtime.guarded_module import Compiled
 from autopar.runtime.guarded_outputs import refuse_reads
 from autopar.runtime.guards import Misfit, ProgramVariant
 from autopar.runtime.loss_scaling import LossScale
-from autopar.runtime.module_shell import Standing
+from autopar.runtime.module_shell import ModuleShell
 from autopar.runtime.part_classes import as_container
 from autopar.runtime.pipeline_runtime import StageExchange
 from autopar.runtime.rank_agreement import announced
@@ -194,7 +194,7 @@ class ParallelModule(Compiled):
         """The whole mesh."""
         return self._world
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleShell:
         """Copy the module, with the same process group."""
         memo[id(self._stage_group)] = self._stage_group
         return super().__deepcopy__(memo)

@@ -70,7 +70,7 @@ class _Kept(dict[str, Any]):
         self.popitem()
 
 
-class Standing(nn.Module):
+class ModuleShell(nn.Module):
     """A stand-in for a module. It shows the plain attributes of the module, such as ``config``.
     These cannot be set, since the program contains their captured values as constants. If the
     module delegates missing attributes to one of its submodules, so does the stand-in."""
@@ -271,7 +271,7 @@ class Standing(nn.Module):
     register_parameter = add_module
     register_buffer = add_module
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standing:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleShell:
         """Apply a function to all tensors if it changes neither dtypes nor devices. `to`, `half`,
         `cuda`, `share_memory` and other methods call this.
 
@@ -309,7 +309,7 @@ class Standing(nn.Module):
         super()._apply(fn, recurse)
         return self
 
-    def hold_module(self, name: str, module: Standing) -> None:
+    def hold_module(self, name: str, module: ModuleShell) -> None:
         """Add a module under any name, including the names of this class's attributes."""
         self._modules[name] = module
 
@@ -359,8 +359,8 @@ class Standing(nn.Module):
         buffer: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
         return buffer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
-        copied: Standing = object.__new__(type(self))
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleShell:
+        copied: ModuleShell = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
@@ -378,7 +378,7 @@ class Standing(nn.Module):
         raise RuntimeStateError(message, remedy=remedy)
 
 
-class Part(Standing):
+class Part(ModuleShell):
     """The stand-in for a submodule of the model. The compiled module runs as one graph, so neither
     the part nor hooks on it are ever called."""
 

@@ -21,7 +21,7 @@ from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
 from autopar.runtime.full_state import extra_states, is_same, whole_values
 from autopar.runtime.guards import Unset, Variants
 from autopar.runtime.module_modes import FollowedModes
-from autopar.runtime.module_shell import UNTIE, Part, Standing
+from autopar.runtime.module_shell import UNTIE, ModuleShell, Part
 from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
 from autopar.runtime.part_classes import part_class
@@ -33,7 +33,7 @@ from autopar.runtime.state_dict_hooks import StateDictHooks
 # The random state of a compiled module.
 
 
-class Drawing(Standing):
+class Drawing(ModuleShell):
     """A module with one random state for all its programs. Each call continues from the state that
     the previous call left.
 
@@ -319,16 +319,16 @@ class Holder(Drawing):
         saved = self.state_dict()
         return [name for name, x in on_meta.items() if x.dtype != torch.bool or name not in saved]
 
-    def _container(self, path: str) -> Standing:
-        return cast(Standing, self.get_submodule(path))
+    def _container(self, path: str) -> ModuleShell:
+        return cast(ModuleShell, self.get_submodule(path))
 
     def _make_parts(self, model: nn.Module) -> None:
         """Create a part for each name of a module. Entries of the module that are None are
         copied."""
         classes: dict[type[nn.Module], type[Part]] = {}
-        rebound, parts = Rebound(model), dict[int, Standing]()
+        rebound, parts = Rebound(model), dict[int, ModuleShell]()
         for path, module in model.named_modules(remove_duplicate=False):
-            here: Standing = self
+            here: ModuleShell = self
             cls = rebound.class_of(module)
             if path:
                 above, _, name = path.rpartition(".")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from autopar.program.executor import Unused
+from autopar.program.executor import UnusedGradients
 from autopar.program.program import Microbatches, Program, ProgramTensor
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
@@ -24,7 +24,7 @@ from autopar.runtime.loss_scaling import Backwards, computes_in_fp16
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all
 from autopar.runtime.rank_consistency import check_tangents
-from autopar.runtime.tensor_guards import Watched
+from autopar.runtime.tensor_guards import WatchedTensors
 
 # --------------------------------------------------------------------------------------------------
 # Communication between the ranks of a pipeline once per step: gradients of parameters that several
@@ -276,7 +276,7 @@ class StageCalls:
         self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
         self.backwards = Backwards()
-        self._unused: dict[frozenset[str], Unused] = {}
+        self._unused: dict[frozenset[str], UnusedGradients] = {}
 
     @property
     def program(self) -> Program:
@@ -506,7 +506,7 @@ class StageCalls:
             for name, gradient in shown
         ]
 
-    def find_unused(self, absent: frozenset[str]) -> Unused:
+    def find_unused(self, absent: frozenset[str]) -> UnusedGradients:
         """Return the parameters and transfers that affect only outputs on which the loss does not
         depend.
 
@@ -514,7 +514,7 @@ class StageCalls:
             absent: the names of these outputs.
         """
         if absent not in self._unused:
-            self._unused[absent] = Unused.of(self.program, absent)
+            self._unused[absent] = UnusedGradients.of(self.program, absent)
         return self._unused[absent]
 
     def watched_of(
@@ -522,7 +522,7 @@ class StageCalls:
         works: Mapping[int, StageWork],
         parameters: Sequence[Tensor],
         outputs: Mapping[str, Tensor],
-    ) -> Watched:
+    ) -> WatchedTensors:
         """Watch the tensors that the user holds and backward reads.
 
         Args:
@@ -530,7 +530,7 @@ class StageCalls:
             parameters: the parameters of this rank.
             outputs: the outputs of the call, by name.
         """
-        watched = Watched()
+        watched = WatchedTensors()
         for work in works.values():
             watched.watch(
                 [*work.named(), *((f"output {name!r}", x) for name, x in outputs.items())],
@@ -541,7 +541,7 @@ class StageCalls:
         )
         return watched
 
-    def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
+    def check_returned(self, tangents: Sequence[Tensor | None], watched: WatchedTensors) -> None:
         """Check that no tensor read by backward has changed, and that every rank computed the same
         loss.
 

@@ -45,7 +45,7 @@ class CompiledModule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class NotedTensor:
     """The state of a parameter or buffer of the plain model when it was compiled.
 
     Attributes:
@@ -96,13 +96,13 @@ class Noted:
         )
 
 
-def note_tensors(model: nn.Module) -> tuple[Noted, ...]:
+def note_tensors(model: nn.Module) -> tuple[NotedTensor, ...]:
     """Record the state of the parameters and buffers of a model. Tied tensors are recorded under
     their first name."""
     return tuple(_note_each(model))
 
 
-def _note_each(model: nn.Module) -> Iterator[Noted]:
+def _note_each(model: nn.Module) -> Iterator[NotedTensor]:
     known_ids: set[int] = set()
     for path, module in model.named_modules():
         module_ref, prefix = weakref.ref(module), f"{path}." if path else ""
@@ -112,7 +112,7 @@ def _note_each(model: nn.Module) -> Iterator[Noted]:
                     continue
                 known_ids.add(id(x))
                 place = (x.device, x.dtype)
-                yield Noted(
+                yield NotedTensor(
                     prefix + leaf,
                     module_ref,
                     leaf,
@@ -162,7 +162,7 @@ class PlainModel:
             return
         self._check_mode(compiled)
         self._check_hooks()
-        written: list[Noted] = []
+        written: list[NotedTensor] = []
         for plain_tensor in self._tensors:
             now = plain_tensor.now()
             if now is None:
@@ -190,7 +190,7 @@ class PlainModel:
             self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0
         )
 
-    def _is_written(self, each: Noted, now: Tensor, *, compares_values: bool) -> bool:
+    def _is_written(self, each: NotedTensor, now: Tensor, *, compares_values: bool) -> bool:
         """Return whether a tensor was written after the model was compiled.
 
         Args:
@@ -249,7 +249,7 @@ class PlainModel:
                     remedy=remedy,
                 )
 
-    def _check_frozen(self, each: Noted, now: Tensor, compiled: CompiledModule) -> None:
+    def _check_frozen(self, each: NotedTensor, now: Tensor, compiled: CompiledModule) -> None:
         mine: Tensor | None = dict(compiled.named_parameters()).get(each.name)
         if mine is None or mine.requires_grad == now.requires_grad:
             return
@@ -267,7 +267,7 @@ class PlainModel:
             (f"{message}: the compiled module has its own parameters"), remedy=remedy
         )
 
-    def _report_written(self, written: list[Noted], compiled: CompiledModule) -> None:
+    def _report_written(self, written: list[NotedTensor], compiled: CompiledModule) -> None:
         """Raise an error for written values at the first call; later, log one warning."""
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")

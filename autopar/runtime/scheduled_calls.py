@@ -60,7 +60,7 @@ from autopar.runtime.rank_comm import by_all, rank
 # step may run again for another factor of the loss.
 
 
-class Answered(torch.autograd.Function):
+class OuterLoss(torch.autograd.Function):
     """An autograd function whose forward and backward run those of all microbatches."""
 
     @staticmethod
@@ -112,7 +112,7 @@ class Answered(torch.autograd.Function):
                 None,
                 None,
                 None,
-                *as_given(Answered._gradients(ctx, works, parameters, tangents), ctx.are_plain),
+                *as_given(OuterLoss._gradients(ctx, works, parameters, tangents), ctx.are_plain),
             )
 
     @staticmethod
@@ -286,7 +286,7 @@ def _version(x: Tensor) -> int | None:
 # The loss of a step whose backward has already run. Its `backward` returns the gradients.
 
 
-class Published(torch.autograd.Function):
+class PublishedLoss(torch.autograd.Function):
     """An autograd function that returns the loss. Its backward returns the gradients of the step,
     or runs the step again for another factor of the loss."""
 
@@ -478,7 +478,7 @@ class ScheduledCalls:
         if loss is not None:
             # the anchor makes backward run also on a rank whose parameters are all frozen
             anchor = torch.empty(0, requires_grad=True)
-            outputs[loss] = Published.apply(
+            outputs[loss] = PublishedLoss.apply(
                 self._calls, step, [outputs[loss]], gradients, anchor, *parameters
             )
         return outputs
@@ -492,7 +492,7 @@ class ScheduledCalls:
         """Run forward of all microbatches. Return the outputs, by name. Their backward runs
         backward of all microbatches."""
         anchor = torch.empty(0, device=self._devices.device_type, requires_grad=True)
-        values = Answered.apply(self._calls, parts, buffers, anchor, *parameters)
+        values = OuterLoss.apply(self._calls, parts, buffers, anchor, *parameters)
         return dict(zip((t.name for t in self._calls.kept), values, strict=True))
 
 

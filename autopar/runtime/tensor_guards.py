@@ -20,7 +20,7 @@ from autopar.errors import RuntimeStateError
 # backward.
 
 
-class Watched:
+class WatchedTensors:
     """The watched tensors of one call, with their names and version counters."""
 
     def __init__(self) -> None:

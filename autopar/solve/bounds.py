@@ -15,7 +15,7 @@ from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.greedy import Quick
 from autopar.solve.highs import Engine, Point, Relaxation
-from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lazy_rows import IncomingRows
 from autopar.solve.lp import Floats, Rows
 from autopar.solve.memory_rows import unsure_bytes
 from autopar.solve.multipliers import multipliers, quickest
@@ -76,7 +76,7 @@ class RelaxedBound:
 
 
 @dataclass
-class Proven:
+class ProvenBound:
     """Bounds, in the program's unit.
 
     Attributes:
@@ -88,7 +88,7 @@ class Proven:
         vertex: duals of the relaxation without further rows.
     """
 
-    extra: Incoming
+    extra: IncomingRows
     bound: float = -np.inf
     free: float = -np.inf
     relaxed: RelaxedBound = field(default_factory=RelaxedBound)
@@ -191,8 +191,8 @@ class Incumbent:
         start: the values of its columns, if they are known.
     """
 
-    extra: Incoming
-    proven: Proven
+    extra: IncomingRows
+    proven: ProvenBound
     gap: float
     best: Solution | None = None
     start: Floats | None = None

@@ -30,7 +30,7 @@ from autopar.core.problem import Condition, Problem
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import LayoutError
-from autopar.solve.bounds import Incumbent, Proven
+from autopar.solve.bounds import Incumbent, ProvenBound
 from autopar.solve.branching import BranchingVariables, Tree
 from autopar.solve.cases import find_split
 from autopar.solve.common import Common, Free
@@ -38,7 +38,7 @@ from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import SCALE
 from autopar.solve.greedy import Quick
 from autopar.solve.highs import Engine, Live, Point, Relaxation
-from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lazy_rows import IncomingRows
 from autopar.solve.lp import Floats
 from autopar.solve.min_budget import Least, Lightest
 from autopar.solve.multipliers import tighter
@@ -46,9 +46,9 @@ from autopar.solve.paths import refusal
 from autopar.solve.restricted import (
     LARGE,
     SMALL,
-    Beginning,
     Climb,
-    Sifted,
+    DualStart,
+    SiftedPoint,
     is_large,
     middle,
     sift_balances,
@@ -118,11 +118,11 @@ class SearchRequest:
     common: Common = field(default_factory=Common)
     met: Solution | None = None
 
-    def begin(self) -> Incoming:
+    def begin(self) -> IncomingRows:
         """Make the program, or copy it from a search with other moments."""
         program, excess, engine = self.common.begin(self.problem, self.time_limit_s)
         engine.limit.waits = self.waits
-        return Incoming(program, engine, excess)
+        return IncomingRows(program, engine, excess)
 
 
 @dataclass
@@ -138,14 +138,14 @@ class SearchRelaxation:
     """
 
     request: SearchRequest
-    extra: Incoming
-    proven: Proven
+    extra: IncomingRows
+    proven: ProvenBound
     plans: Incumbent
     climb: Climb
     free: Floats = field(default_factory=lambda: np.zeros(0))
     point: Point | None = None
     mixture: Floats | None = None
-    beginning: Beginning | None = None
+    beginning: DualStart | None = None
     _live: Live | None = None
 
     @property
@@ -167,7 +167,7 @@ class SearchRelaxation:
         elif before is not None:
             ascent = before.ascent_of(problem)
         if len(engine.names) > SMALL:
-            self.beginning = Beginning(self.extra.program, engine, ascent or Ascent(problem))
+            self.beginning = DualStart(self.extra.program, engine, ascent or Ascent(problem))
         if before is None and self.beginning is not None:
             engine.begin(self.beginning.free())
         relaxation = engine.relax() if before is None else before.relaxation
@@ -200,7 +200,7 @@ class SearchRelaxation:
         live.add(self.extra.matrix(broken))
         return self._solve_with_rows(live)
 
-    def _relax_from_price(self, beginning: Beginning) -> Point | None:
+    def _relax_from_price(self, beginning: DualStart) -> Point | None:
         """Solve the relaxation with the first budget rows, starting from a price of the most
         violated row."""
         cuts = tighter(self.extra.program, self.extra.engine)
@@ -234,7 +234,7 @@ class SearchRelaxation:
         """Solve the relaxation at the best balance, and search for plans over the columns that are
         cheap at each balance tried."""
         program, engine, phases = self.extra.program, self.extra.engine, self.extra.phases
-        best: Sifted | None = None
+        best: SiftedPoint | None = None
         likely = (self.proven.relaxed.balance, self.request.likely)
         known = next((balance for balance in likely if balance != COMPUTE_BOUND), None)
         # Near the first vertex, and far from it.
@@ -286,7 +286,7 @@ class BranchAndCut:
             request = replace(request, common=Common())
         self.request = request
         self.extra = request.begin()
-        self.proven = Proven(self.extra)
+        self.proven = ProvenBound(self.extra)
         self.plans = Incumbent(self.extra, self.proven, request.gap)
         self.climb = Climb(self.extra, self.proven, request.gap, self.plans)
         self.relaxation = SearchRelaxation(request, self.extra, self.proven, self.plans, self.climb)

@@ -169,7 +169,7 @@ class Relaxation:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RestrictedResult:
     """The result of a restricted program: values of all columns (None if no solution was found),
     and its own proven bound."""
 
@@ -329,7 +329,7 @@ class Engine:
         start: Floats | None = None,
         quick: bool = False,
         whole: Columns | None = None,
-    ) -> Found:
+    ) -> RestrictedResult:
         """Solve the integer program over some columns.
 
         Args:
@@ -357,12 +357,12 @@ class Engine:
         highs = self._run(lp, options, None if start is None else start[columns])
         info = highs.getInfo()
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            return Found(None, _INF)
+            return RestrictedResult(None, _INF)
         if info.primal_solution_status != _FEASIBLE:
-            return Found(None, info.mip_dual_bound)
+            return RestrictedResult(None, info.mip_dual_bound)
         values = np.zeros(len(columns))
         values[columns] = highs.getSolution().col_value
-        return Found(values, info.mip_dual_bound)
+        return RestrictedResult(values, info.mip_dual_bound)
 
     def _run(
         self, lp: highspy.HighsLp, options: Options, start: Floats | None = None

@@ -139,7 +139,7 @@ def budget_matrix(engine: Engine, program: Formulation, rows: Sequence[BudgetRow
 
 
 @dataclass
-class Incoming:
+class IncomingRows:
     """All such rows of a problem, and the numbers of the added rows in the order of their
     addition."""
 

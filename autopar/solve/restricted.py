@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.core.streams import PHASES, OverlapWeights
-from autopar.solve.bounds import Incumbent, Proven
+from autopar.solve.bounds import Incumbent, ProvenBound
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import FLOW, SCALE, Formulation
 from autopar.solve.highs import Engine, Live, Point, Relaxation
-from autopar.solve.lazy_rows import Excess, Incoming
+from autopar.solve.lazy_rows import Excess, IncomingRows
 from autopar.solve.lp import Columns, Floats, Rows
 from autopar.solve.multipliers import complete_duals
 
@@ -46,8 +46,8 @@ class Climb:
     """The restricted programs of one search. Each method returns rows to add, and ends once there
     are some."""
 
-    extra: Incoming
-    proven: Proven
+    extra: IncomingRows
+    proven: ProvenBound
     gap: float
     plans: Incumbent
     _seen: set[tuple[bytes, tuple[int, ...]]] = field(default_factory=set)  # columns and rows
@@ -199,7 +199,7 @@ _NEAR = 1e-3  # relative distance of the proven bound from the best possible one
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
+class SiftedPoint:
     """The bound of the relaxation at a balance, and the columns that are cheap at it or at an
     earlier balance. Plans use some of each."""
 
@@ -216,7 +216,7 @@ def sift_balances(
     phases: Sequence[int],
     first: Sequence[OverlapWeights],
     learn_mixture: Callable[[Floats], None],
-) -> Iterator[Sifted]:
+) -> Iterator[SiftedPoint]:
     """Yield better and better balances.
 
     Args:
@@ -242,7 +242,7 @@ def sift_balances(
             return
         small |= point.reduced <= _SMALL * abs(point.bound)
         selected |= point.reduced <= _USEFUL * abs(point.bound)
-        yield Sifted(point, balance, small.copy())
+        yield SiftedPoint(point, balance, small.copy())
         best = max(best, point.bound)
         if waiting:
             continue
@@ -279,7 +279,7 @@ _FIRST, _MOST = (
 
 
 @dataclass
-class Beginning:
+class DualStart:
     """Dual ascent on a program's problem, as duals of its rows."""
 
     program: Formulation

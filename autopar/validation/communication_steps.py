@@ -15,8 +15,8 @@ from autopar.core.layout import Layout
 from autopar.core.placements import Halo, Mirrored
 from autopar.kernels import collectives as steps
 from autopar.validation.shards import apply_collective, is_even, local_lengths
-from autopar.validation.states import Packed, Several, State
-from autopar.validation.traced import Traced
+from autopar.validation.states import PackedState, Several, State
+from autopar.validation.traced import TracedModel
 
 KINDS: Mapping[Any, Kind] = {
     steps.all_gather: "all_gather",
@@ -38,7 +38,7 @@ class MoveError(Exception):
 
 
 def move(
-    traced: Traced,
+    traced: TracedModel,
     state: Any,
     kind: Kind,
     settings: Sequence[Any],
@@ -59,7 +59,7 @@ def move(
         MoveError: if the result is not a part of the traced value, or if partial sums are reduced
             in too narrow a dtype.
     """
-    if isinstance(state, Packed):
+    if isinstance(state, PackedState):
         return _move_bucket(traced, state, kind, settings, mesh_shape)
     if not isinstance(state, State):
         raise MoveError("its operand is not a tensor of the model")
@@ -85,7 +85,7 @@ def move(
     return State(state.ref, target, state.dtype)
 
 
-def _check_reduction(traced: Traced, state: State) -> None:
+def _check_reduction(traced: TracedModel, state: State) -> None:
     due = traced.reduced_in(state.ref)
     if torch.promote_types(due, state.dtype) != state.dtype:
         dtype_text, due_text = (str(d).removeprefix("torch.") for d in (state.dtype, due))
@@ -114,8 +114,12 @@ def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Colle
 
 
 def _move_bucket(
-    traced: Traced, packed: Packed, kind: Kind, settings: Sequence[Any], mesh_shape: Sequence[int]
-) -> Packed:
+    traced: TracedModel,
+    packed: PackedState,
+    kind: Kind,
+    settings: Sequence[Any],
+    mesh_shape: Sequence[int],
+) -> PackedState:
     """Return the state of a bucket after a collective. Each member moves as it would alone. A
     bucket that is gathered or scattered has a row for each rank of the axis."""
     *_, axis = settings
@@ -155,10 +159,10 @@ def _move_bucket(
         ):
             raise MoveError(f"{member.ref[0]} has shards of different lengths in a bucket")
         moved.append(moved_member)
-    return Packed(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)
+    return PackedState(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)
 
 
-def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
+def pack(node: fx.Node, states: Sequence[Any]) -> PackedState:
     """Return the bucket that a node packs."""
     _, dims, parts, count, dtype = node.args
     members = tuple(s for s in states if isinstance(s, State))
@@ -168,10 +172,10 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
         before = member.dtype
         if torch.promote_types(before, dtype) != dtype:
             raise MoveError(f"{member.ref[0]} of {before} is packed as {dtype}")
-    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)
+    return PackedState(members, tuple(map(int, dims)), int(parts), int(count), dtype)
 
 
-def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
+def unpack(traced: TracedModel, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
     """Return the states of the tensors that a node unpacks from a bucket.
 
     Args:
@@ -184,7 +188,7 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
         MoveError: if the bucket was packed differently.
     """
     _, sizes, dims, parts, dtypes = node.args
-    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):
+    if not isinstance(packed, PackedState) or (packed.dims, packed.parts) != (tuple(dims), parts):
         raise MoveError("it unpacks a bucket that was packed differently")
     if not len(packed.members) == len(sizes) == len(dtypes):
         raise MoveError(f"it unpacks {len(sizes)} tensors from a bucket of {len(packed.members)}")
@@ -204,7 +208,7 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
     return Several(tuple(states))
 
 
-def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
+def cast(traced: TracedModel, state: Any, dtype: torch.dtype) -> State:
     """Return the state of a tensor in another dtype.
 
     Args:
@@ -220,7 +224,7 @@ def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
     return _cast_to(traced, state, dtype)
 
 
-def _cast_to(traced: Traced, state: State, dtype: torch.dtype) -> State:
+def _cast_to(traced: TracedModel, state: State, dtype: torch.dtype) -> State:
     narrows = torch.promote_types(state.dtype, dtype) != dtype
     if narrows and any(isinstance(p, Partial) for p in state.layout.placements):
         raise MoveError(f"it rounds partial sums of {state.ref[0]} to {dtype}")

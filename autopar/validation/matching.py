@@ -24,7 +24,7 @@ from autopar.rules import Call
 from autopar.validation.op_law import VIEWS, leading_dims
 from autopar.validation.states import Ref
 from autopar.validation.time_trials import TimePlacement, split_dim
-from autopar.validation.traced import Traced
+from autopar.validation.traced import TracedModel
 
 aten = torch.ops.aten
 OF_BATCH, TIMES = " of the batch", "/of the batch"
@@ -77,7 +77,7 @@ class Matching:
         same: name of a node of the microbatch's graph → name of its match.
     """
 
-    whole: Traced
+    whole: TracedModel
     same: dict[str, str] = field(default_factory=dict)
     _by_kind: Mapping[str, list[fx.Node]] = field(init=False)
     _users: Mapping[Ref, list[fx.Node]] = field(init=False)
@@ -91,7 +91,7 @@ class Matching:
                 users[ref].append(node)
         self._by_kind, self._users = by_kind, users
 
-    def add_placeholders(self, part: Traced) -> None:
+    def add_placeholders(self, part: TracedModel) -> None:
         """Match the placeholders of the two graphs by name.
 
         A value that microbatches receive from the batch matches the node of that name.
@@ -208,7 +208,7 @@ def _kind(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _placeholders(traced: Traced) -> dict[str, str]:
+def _placeholders(traced: TracedModel) -> dict[str, str]:
     """Return the placeholders by descriptions that both graphs share."""
     trace = traced.trace
     nodes = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
@@ -217,7 +217,7 @@ def _placeholders(traced: Traced) -> dict[str, str]:
 
 
 def without(
-    missing: Missing, whole: Traced, shape: Sequence[int], read: TimePlacement, num: int
+    missing: Missing, whole: TracedModel, shape: Sequence[int], read: TimePlacement, num: int
 ) -> TimePlacement:
     """Return the placement of a microbatch's tensor relative to the result of ops that the
     microbatch's graph does not have.

@@ -33,7 +33,7 @@ from autopar.validation.matching import OF_BATCH, TIMES, Match, Matching, withou
 from autopar.validation.op_law import DRAWS, VIEWS, leading_dims
 from autopar.validation.states import Ref, Validation, invalid
 from autopar.validation.time_trials import TERM, WHOLE, TimePlacement, split_dim, try_on_numbers
-from autopar.validation.traced import Nodes, Traced
+from autopar.validation.traced import Nodes, TracedModel
 
 # --------------------------------------------------------------------------------------------------
 # Placements on an axis in time: the relation of a microbatch's tensor to the batch's tensor. They
@@ -264,7 +264,7 @@ def validate_microbatches(
     """
     if how.num == 1:
         return Validation()
-    return _InTime(Traced(whole), Traced(part), how, promised).validation()
+    return _InTime(TracedModel(whole), TracedModel(part), how, promised).validation()
 
 
 @dataclass
@@ -277,8 +277,8 @@ class _InTime:
         open: keys of nodes without a known placement.
     """
 
-    whole: Traced
-    part: Traced
+    whole: TracedModel
+    part: TracedModel
     how: Microbatches
     promised: bool
     placed: Placements = field(default_factory=dict)

@@ -27,7 +27,7 @@ from autopar.rules import where_of
 from autopar.validation.op_law import DRAWS
 from autopar.validation.states import State, Sum, Validation, invalid, shown
 from autopar.validation.storage import Memory, check_no_shared_memory, check_writes
-from autopar.validation.traced import Traced
+from autopar.validation.traced import TracedModel
 from autopar.validation.walk import GraphWalk
 
 # --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class _Program:
     """The validation of one program."""
 
     def __init__(self, trace: Trace, plan: Plan, program: StageProgram) -> None:
-        self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
+        self.trace, self.plan, self.program, self.traced = trace, plan, program, TracedModel(trace)
         self.chosen, self.again = plan.node_choices(), plan.recomputed_choices()
         self.walks: list[GraphWalk] = []
         positions = {p.name: p.gradient for p in trace.parameters if p.gradient is not None}

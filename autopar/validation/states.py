@@ -70,7 +70,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedState:
     """A bucket.
 
     Attributes:

@@ -81,7 +81,7 @@ class Nodes:
         return tuple(int(size) for size in self.value(ref).shape)
 
 
-class Traced(Nodes):
+class TracedModel(Nodes):
     """A trace with look-ups.
 
     Attributes:

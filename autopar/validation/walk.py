@@ -30,7 +30,7 @@ from autopar.validation.communication_steps import KINDS, MoveError, cast, move,
 from autopar.validation.op_calls import differences, expected_call, matches, node_operands, place_of
 from autopar.validation.op_law import Verdict, judge
 from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified_error
-from autopar.validation.traced import Traced
+from autopar.validation.traced import TracedModel
 
 # --------------------------------------------------------------------------------------------------
 # States of kernels that combine a product with a collective: the states of one after the other.
@@ -39,10 +39,10 @@ from autopar.validation.traced import Traced
 _FACTORS = 2
 
 
-class Walking(Protocol):
+class WalkState(Protocol):
     """The part of `GraphWalk` that the states of kernels need."""
 
-    traced: Traced
+    traced: TracedModel
     mesh_shape: tuple[int, ...]
     chosen: Mapping[str, Strategy]
     recomputed: Mapping[str, Strategy]
@@ -52,7 +52,7 @@ class Walking(Protocol):
         """Return the state of a traced node's results, after checking its strategy."""
 
 
-def product_states(walk: Walking, node: fx.Node) -> State | Several:
+def product_states(walk: WalkState, node: fx.Node) -> State | Several:
     """Return the states of the results of a kernel's node."""
     origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
@@ -62,7 +62,7 @@ def product_states(walk: Walking, node: fx.Node) -> State | Several:
     return _state_normed(walk, node, origin, strategy)
 
 
-def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
+def _planned_strategy(walk: WalkState, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     """Return a traced node and its planned strategy. For a recomputed node, this is the strategy of
     the recomputation."""
     again = walk.recomputed.get(key) if node.meta.get("recomputed") else None
@@ -71,7 +71,7 @@ def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, 
     return walk.traced.by_key[key], again or walk.chosen[key]
 
 
-def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_gathered(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     args: tuple[Any, ...] = node.args
     a, b, equation, operand, over = args
     moved = walk.env[(a, b)[operand]]
@@ -82,7 +82,7 @@ def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Str
     return Several((gathered, product))
 
 
-def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
+def _state_scattered(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
     args: tuple[Any, ...] = node.args
     a, b, addend, equation, over = args
     others = node.meta["kernel"].others
@@ -98,7 +98,7 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     return move(walk.traced, summed, "reduce_scatter", settings, None, walk.mesh_shape)
 
 
-def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_normed(walk: WalkState, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     args: tuple[Any, ...] = node.args
     a, b, residual, weight, equation, over, norm_settings = args
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
@@ -116,7 +116,7 @@ def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strat
     return Several((total, squares, norm))
 
 
-def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -> State:
+def _state_added(walk: WalkState, node: fx.Node, key: str, one: Any, other: Any) -> State:
     """Return the state of a sum of two states, in either order."""
     origin, strategy = _planned_strategy(walk, node, key)
     first = walk.traced.reads(origin)[0]
@@ -127,7 +127,7 @@ def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -
 
 
 def _state_of_result(
-    walk: Walking, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
+    walk: WalkState, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
 ) -> State:
     """Return the state of a traced node's result after checking the states of its operands."""
     refs = walk.traced.reads(origin)
@@ -146,7 +146,7 @@ def _state_of_result(
 
 
 def _product(
-    walk: Walking,
+    walk: WalkState,
     node: fx.Node,
     origin: fx.Node,
     strategy: Strategy,
@@ -192,7 +192,7 @@ class GraphWalk:
         open: keys of nodes whose strategy only the op's rule supports.
     """
 
-    traced: Traced
+    traced: TracedModel
     mesh_shape: tuple[int, ...]
     phase: str
     chosen: Mapping[str, Strategy]

@@ -47,7 +47,7 @@ from autopar.verification.drawing import PositionalDraws, draws_by_sample
 # tolerance of float64.
 
 
-class Widened(TorchDispatchMode):
+class WideningMode(TorchDispatchMode):
     """A mode in which ops that request a floating or complex dtype smaller than `dtype` get `dtype`
     (or its complex counterpart) instead.
 
@@ -165,7 +165,7 @@ class Case:
         compute_dtype: dtype of the computation.
         own_dtype: the model's own dtype.
         widened: whether the plain model computes in `compute_dtype` the parts that it would compute
-            in a smaller dtype (see `Widened`).
+            in a smaller dtype (see `WideningMode`).
     """
 
     trace: Trace
@@ -398,7 +398,7 @@ class Case:
             drawn = draws if self.num_draws else nullcontext()
             with (
                 self._autocast() as outside,
-                Widened(self.compute_dtype) if self.widened else nullcontext(),
+                WideningMode(self.compute_dtype) if self.widened else nullcontext(),
             ):
                 with (
                     drawn,

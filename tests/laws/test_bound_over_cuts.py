@@ -30,7 +30,7 @@ from autopar.cost.kernel_offers import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.planner.pipeline.cuts import Parts, least_step
-from autopar.planner.pipeline.lagrangian import Parting
+from autopar.planner.pipeline.lagrangian import UnitLagrangian
 from autopar.planner.pipeline.pipeline_bound import UnitPrograms, part_constraints, spread
 from autopar.planner.pipeline.step_schedule import step_time
 from autopar.planner.pipeline.unfold import Instances
@@ -95,9 +95,9 @@ class Model:
             self.trace, self.whole, {i.op for i in self.instances.instances if i.recomputable}
         )
 
-    def parting(self, multipliers: Multipliers, kernels: Kernels | None = None) -> Parting:
+    def parting(self, multipliers: Multipliers, kernels: Kernels | None = None) -> UnitLagrangian:
         offered = self.kernels if kernels is None else kernels
-        return Parting(
+        return UnitLagrangian(
             self.instances,
             len(self.points) + 1,
             self.mesh_shape,

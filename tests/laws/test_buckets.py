@@ -32,7 +32,7 @@ from autopar.core.hardware import HardwareProfile, Link
 from autopar.core.layout import Layout, local_shape
 from autopar.core.mesh import Mesh
 from autopar.emit import WaitingError, apply_buckets, emit, emit_stage, on_bucket
-from autopar.emit.context import CALLS, Moved
+from autopar.emit.context import CALLS, MovedTensor
 from autopar.errors import PlanError, VerificationError
 from autopar.kernels import collectives as steps
 from autopar.kernels.packing import from_bucket, into_bucket
@@ -134,7 +134,7 @@ def program_of(
             )  # type: ignore[arg-type]
             call, args = CALLS[kind](c, target)
             node = graph.call_function(call, (node, *args))
-            moved = Moved("backward", f"x{number}/parameter", 0, shape, source, target)
+            moved = MovedTensor("backward", f"x{number}/parameter", 0, shape, source, target)
             node.meta.update(about, key=f"x{number}/{kind}", collective=c, time_s=1e-3, moved=moved)
             if wide and reduces:
                 node = graph.call_function(_cast, (node,), {"dtype": torch.float32})

@@ -22,7 +22,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.errors import PlanError
 from autopar.planner.pipeline.cuts import Pair
-from autopar.planner.pipeline.lagrangian import Parting
+from autopar.planner.pipeline.lagrangian import UnitLagrangian
 from autopar.plans import Pipeline, Plan
 from autopar.sharding import Ref
 from benchmarks import zoo
@@ -127,13 +127,15 @@ def test_the_bound_of_one_stage_is_its_bound_times_the_microbatches() -> None:
 def test_a_bound_that_ignores_the_gain_from_boundary_layouts_is_detected(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crosses = Parting._crosses
+    crosses = UnitLagrangian._crosses
 
-    def dearer(self: Parting, ref: Ref, *where: Any) -> Iterator[tuple[int, tuple[Pair, ...]]]:
+    def dearer(
+        self: UnitLagrangian, ref: Ref, *where: Any
+    ) -> Iterator[tuple[int, tuple[Pair, ...]]]:
         for border, pairs in crosses(self, ref, *where):
             yield border, tuple((max(pair), max(pair)) for pair in pairs)
 
-    monkeypatch.setattr(Parting, "_crosses", dearer)
+    monkeypatch.setattr(UnitLagrangian, "_crosses", dearer)
     model, batch = zoo.build("gpt2")
     mesh, force = (
         autopar.Mesh({"stage": 2, "data": 2}),

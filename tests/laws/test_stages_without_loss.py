@@ -25,7 +25,7 @@ from autopar.cost.priced import output_broadcast_s
 from autopar.errors import AutoparError, ConstraintError, VerificationError
 from autopar.planner import Planned
 from autopar.plans import Plan, forward_load
-from autopar.program.executor import Unused
+from autopar.program.executor import UnusedGradients
 from autopar.program.program import Microbatches
 
 TOLERANCE = 1e-6  # parts of the models compute in float32
@@ -229,19 +229,22 @@ def test_parameters_reached_only_by_absent_outputs_are_known() -> None:
     program = planned("layers", Mesh({"stage": 2}), (cuts,)).program
     every = {p.name for p in program.trace.parameters}
     (crossing,) = (t.name for t in program.stages[0].outputs if t.crosses)
-    some = Unused.of(program, ["early", "size", "total", "scale"])
-    assert some == Unused(
+    some = UnusedGradients.of(program, ["early", "size", "total", "scale"])
+    assert some == UnusedGradients(
         frozenset(),
         (frozenset({"early"}), frozenset({"size", "total", "scale"})),
         (frozenset(), frozenset()),
     )
-    assert Unused.of(program, ["logits"]).parameters == {"head.weight", "head.bias"}
-    second = Unused.of(program, ["logits", "size", "total"])
+    assert UnusedGradients.of(program, ["logits"]).parameters == {"head.weight", "head.bias"}
+    second = UnusedGradients.of(program, ["logits", "size", "total"])
     assert second.parameters == {
         name for name in every if name.startswith(("head", "layers.2", "layers.3"))
     }
     assert (second.tangents[0], second.gradients[1]) == ({crossing}, {crossing})
-    assert Unused.of(program, ["logits", "early", "size", "total", "scale"]).parameters == every
+    assert (
+        UnusedGradients.of(program, ["logits", "early", "size", "total", "scale"]).parameters
+        == every
+    )
 
 
 @pytest.mark.parametrize("kind", ["layers dropout", "layers"])

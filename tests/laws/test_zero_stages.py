@@ -33,7 +33,7 @@ from autopar.core.layout import Layout, local_shape
 from autopar.core.layout_graph import all_layouts
 from autopar.core.mesh import Mesh
 from autopar.cost.op_times import CollectivePrices
-from autopar.cost.zero_stages import Held, StepMoves, held_ways, stage_on
+from autopar.cost.zero_stages import HeldLayouts, StepMoves, held_ways, stage_on
 from autopar.emit.context import CALLS
 from autopar.errors import ConstraintError, LayoutError, ValidationError
 from autopar.kernels.collectives import add_to
@@ -244,7 +244,7 @@ class ByBytes(CollectivePrices):
         return c.bytes * 1e-9 + 1e-6
 
 
-def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[Held]:
+def ways(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[HeldLayouts]:
     return [
         w
         for at in all_layouts(shape, mesh_shape)

@@ -272,15 +272,15 @@ def _state(change: bool) -> Work:
 
 
 STANDING: dict[str, Program] = {
-    "runtime/module_shell.py Standing.__getattr__ 0": Program(
+    "runtime/module_shell.py ModuleShell.__getattr__ 0": Program(
         _pair(lambda plain, module: module.no_sync()), "leave it out", _call_after()
     ),
-    "runtime/module_shell.py Standing._read_property 0": Program(
+    "runtime/module_shell.py ModuleShell._read_property 0": Program(
         _pair(lambda plain, module: module.body.size),
         "plain.load_state_dict(pm.full_state_dict(), assign=True)",
         _with_copy(lambda plain: plain.body.size),
     ),
-    "runtime/module_shell.py Standing.__setattr__ 0": Program(
+    "runtime/module_shell.py ModuleShell.__setattr__ 0": Program(
         _pair(lambda plain, module: setattr(module, "factor", 3.0)),
         "register_buffer('factor', torch.tensor(...))",
         _before(
@@ -288,7 +288,7 @@ STANDING: dict[str, Program] = {
             lambda plain, module: (module.factor.fill_(3.0), module(X)),
         ),
     ),
-    "runtime/module_shell.py Standing._check_held 0": Program(
+    "runtime/module_shell.py ModuleShell._check_held 0": Program(
         _pair(lambda plain, module: setattr(module.last, "weight", _copied(module)), Tied),
         "write into it under torch.no_grad()",
         _pair(lambda plain, module: (_written(module.last.weight), module(X)), Tied),
@@ -305,17 +305,17 @@ STANDING: dict[str, Program] = {
         "pass the same object in every call",
         lambda: (given := torch.Generator()) and compiled(Given(), X, given)(X, given),
     ),
-    "runtime/module_shell.py Standing._check_held 1": Program(
+    "runtime/module_shell.py ModuleShell._check_held 1": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
         "and compile that",
         _with_copy(_larger),
     ),
-    "runtime/module_shell.py Standing._check_held 2": Program(
+    "runtime/module_shell.py ModuleShell._check_held 2": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "write into 'weight' under torch.no_grad(): p.copy_(...)",
         _call_after(lambda plain, module: _written(module.body.weight)),
     ),
-    "runtime/module_shell.py Standing._check_held 2 | whole": Program(
+    "runtime/module_shell.py ModuleShell._check_held 2 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "pass full tensors to pm.load_state_dict",
         _call_after(
@@ -324,17 +324,17 @@ STANDING: dict[str, Program] = {
             )
         ),
     ),
-    "runtime/module_shell.py Standing._apply 0": Program(
+    "runtime/module_shell.py ModuleShell._apply 0": Program(
         _pair(lambda plain, module: module.double()),
         "convert or move the plain model and its batch",
         lambda: _double(Net()),
     ),
-    "runtime/module_shell.py Standing._apply 1": Program(
+    "runtime/module_shell.py ModuleShell._apply 1": Program(
         _pair(lambda plain, module: module.share_memory()),
         "remove the call to share_memory",
         _call_after(),
     ),
-    "runtime/module_shell.py Standing.__reduce_ex__ 0": Program(
+    "runtime/module_shell.py ModuleShell.__reduce_ex__ 0": Program(
         _pair(lambda plain, module: pickle.dumps(module)),
         "autopar.save_weights(pm, folder)",
         _pair(_saved),

@@ -354,17 +354,17 @@ PROGRAMS: dict[str, Program] = {
             Net("beside"),
         ),
     ),
-    "runtime/tensor_guards.py Watched.check 0": Program(
+    "runtime/tensor_guards.py WatchedTensors.check 0": Program(
         of_module(_change_parameter(False)),
         "run backward before optimizer.step()",
         of_module(_change_parameter(True)),
     ),
-    "runtime/tensor_guards.py Watched.check 0 | clone": Program(
+    "runtime/tensor_guards.py WatchedTensors.check 0 | clone": Program(
         of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
         "change a clone of an input",
         of_module(_change_clone),
     ),
-    "runtime/tensor_guards.py Watched.watch 0": Program(
+    "runtime/tensor_guards.py WatchedTensors.watch 0": Program(
         of_module(_inference(False)),
         "clone it outside torch.inference_mode",
         of_module(_inference(True)),

@@ -32,7 +32,7 @@ from autopar.errors import CaptureError, Where
 
 
 @dataclass(frozen=True, slots=True)
-class Differentiated:
+class DifferentiatedOutputs:
     """Flat positions in a model's return value.
 
     Attributes:
@@ -47,7 +47,7 @@ class Differentiated:
 
 def select_differentiated(
     returned: Any, leaves: tuple[tuple[str, Any], ...], computed: Callable[[torch.Tensor], bool]
-) -> Differentiated:
+) -> DifferentiatedOutputs:
     """Select the results that are differentiated.
 
     The loss is the return value itself if it is a scalar; else its ``loss`` entry or attribute;
@@ -70,8 +70,8 @@ def select_differentiated(
     for position in having or tensors:
         leaf = tensors[position]
         if id(leaf) in candidates and leaf.dim() == 0 and leaf.is_floating_point():
-            return Differentiated(position, (position,) if having else ())
-    return Differentiated(None, having)
+            return DifferentiatedOutputs(position, (position,) if having else ())
+    return DifferentiatedOutputs(None, having)
 
 
 def _candidates(
@@ -99,7 +99,7 @@ def _knows_builtins(captured: Any) -> None:
 
 def others_detached(
     captured: Any, inputs: tuple[Any, ...]
-) -> tuple[tuple[tuple[str, Any], ...], Any, Differentiated]:
+) -> tuple[tuple[tuple[str, Any], ...], Any, DifferentiatedOutputs]:
     """Make the Dynamo graph return the flat leaves of the model's return value, and detach those
     that are not differentiated.
 

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from autopar.capture.folding.repeating import renumber_path, repeat, repeat_attributes
 from autopar.capture.folding.runs import Run
-from autopar.capture.folding.shortened import Shortened, capture_shortened
+from autopar.capture.folding.shortened import ShortenedCapture, capture_shortened
 from autopar.capture.folding.stream import NotFoldable
 
 __all__ = [
     "NotFoldable",
     "Run",
-    "Shortened",
+    "ShortenedCapture",
     "capture_shortened",
     "renumber_path",
     "repeat",

@@ -300,7 +300,7 @@ Replaced = Mapping[Run, Sequence[Run]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shortened:
+class ShortenedCapture:
     """The capture of a shortened model.
 
     Attributes:
@@ -315,7 +315,7 @@ class Shortened:
     kept: Kept
 
 
-def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> Shortened:
+def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> ShortenedCapture:
     """Shorten a prepared model, check it against the full model, capture it, and restore it.
 
     Args:
@@ -351,7 +351,7 @@ def _runs(model: nn.Module, order: Order | None, replaced: Replaced) -> tuple[Ru
     return runs
 
 
-def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Shortened:
+def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> ShortenedCapture:
     call = know_all_copies(call, runs)
     way = _check(model, call, runs)
     with preserve_model(model):
@@ -384,7 +384,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
         outside=outside,
         unkept=unkept,
     )
-    return Shortened(full, runs, renamed)
+    return ShortenedCapture(full, runs, renamed)
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> CutWay:

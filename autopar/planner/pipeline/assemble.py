@@ -32,7 +32,7 @@ from autopar.plans import (
     Prediction,
     Proof,
 )
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_memory import ChunkMemory, chunk_memory, rank_peak
 from autopar.request import PlanOptions
@@ -59,7 +59,7 @@ class RankMemory:
 
 
 @dataclass
-class Sharing:
+class RankBudgets:
     """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which are
     reduced round by round.
 
@@ -73,7 +73,7 @@ class Sharing:
     in_flight: Sequence[int]
     num_microbatches: int
     batch_bytes: int
-    returned: Returned
+    returned: ReturnedOutputs
     rank_budgets: Sequence[int]
     options: PlanOptions
     stage_cache: StageCache
@@ -298,7 +298,7 @@ def join_stages(
     cuts: Sequence[int],
     stages: Sequence[Planned],
     made: Cut,
-    sharing: Sharing,
+    sharing: RankBudgets,
     clock: Clock,
 ) -> Planned:
     """Join the plans of all stages.

@@ -73,7 +73,7 @@ from autopar.sharding import Ref
 
 
 @dataclass
-class Parting:
+class UnitLagrangian:
     """Computes the bounds of the parts of one problem.
 
     Args:
@@ -106,7 +106,7 @@ class Parting:
                 self._kernels_by_op.setdefault(kernel.op, []).append((v, late, kernel))
         self._nodes = {n.name: n for n in self.instances.trace.graph.nodes}
 
-    def parts(self, behind: Parting | None = None, wire: Wire | None = None) -> Parts:
+    def parts(self, behind: UnitLagrangian | None = None, wire: Wire | None = None) -> Parts:
         """Compute the seconds of units, and of borders to the next stage.
 
         Args:
@@ -242,7 +242,7 @@ class Parting:
     # borders
 
     def _crosses(
-        self, ref: Ref, maker: int, behind: Parting, wire: Wire
+        self, ref: Ref, maker: int, behind: UnitLagrangian, wire: Wire
     ) -> Iterator[tuple[int, tuple[Pair, ...]]]:
         """Generate the borders that a tensor may cross, with the cost of each layout: that of the
         stage before at the prices of these parts, and that of the stage behind at its own."""

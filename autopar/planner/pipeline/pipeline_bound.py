@@ -20,7 +20,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import LeastStep, Parts, least_step
-from autopar.planner.pipeline.lagrangian import Parting
+from autopar.planner.pipeline.lagrangian import UnitLagrangian
 from autopar.planner.pipeline.unfold import Instance, Instances
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.sharding import Forced, Ref, classes_of, resolve
@@ -50,7 +50,7 @@ _MIN_SHARE = 1e-3  # equal units that together take a smaller share of all units
 class UnitPrograms:
     """The integer programs of units, given the bounds of their parts."""
 
-    parting: Parting
+    parting: UnitLagrangian
     parts: Parts
     time_limit_s: float
     _members: list[list[Instance]] = field(init=False)
@@ -342,7 +342,7 @@ def prove_bound(
 
 def _relax_parts(
     priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
-) -> Parting:
+) -> UnitLagrangian:
     """Relax the problem of the whole model on one kind of device, and divide it into parts."""
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
@@ -350,7 +350,7 @@ def _relax_parts(
     kernels = in_any_stage(
         ways.trace, priced, {i.op for i in instances.instances if i.recomputable}
     )
-    return Parting(
+    return UnitLagrangian(
         instances,
         ways.num_units,
         ways.mesh_shape,
@@ -361,7 +361,7 @@ def _relax_parts(
     )
 
 
-def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
+def _by_stage(partings: Sequence[UnitLagrangian], ways: Pipelines) -> Iterator[Parts]:
     """Generate the units of each stage and the borders to the next stage. The last stage gets
     borders to an equal stage, which are not used."""
     known: dict[object, Parts] = {}

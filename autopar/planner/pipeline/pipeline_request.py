@@ -22,7 +22,7 @@ from autopar.planner.pipeline.stage_units import Unit
 from autopar.planner.pipeline.step_schedule import in_order
 from autopar.planner.plan_assembly import fingerprint
 from autopar.plans import Fingerprint
-from autopar.program.executor import Returned
+from autopar.program.executor import ReturnedOutputs
 from autopar.program.schedule import num_in_flight
 from autopar.request import PlanOptions
 from autopar.solve import Evaluation
@@ -86,7 +86,7 @@ class PipelineRequest:
         return replace(request, pipelined=pipelined)
 
     @cached_property
-    def returned(self) -> Returned:
+    def returned(self) -> ReturnedOutputs:
         """The values that a call returns."""
         return returned_of(self.part, self.microbatching, self.options.outputs)
 

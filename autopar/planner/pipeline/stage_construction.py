@@ -30,7 +30,7 @@ from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need, prefer_fastest
-from autopar.planner.pipeline.assemble import Sharing, join_stages, neediest
+from autopar.planner.pipeline.assemble import RankBudgets, join_stages, neediest
 from autopar.planner.pipeline.cuts import LeastStep
 from autopar.planner.pipeline.pipeline_bound import (
     Pipelines,
@@ -212,7 +212,7 @@ class Stages:
 
     plans: tuple[Planned, ...]
     cut: Cut
-    sharing: Sharing
+    sharing: RankBudgets
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -228,7 +228,7 @@ class StagedSearch:
     clock: Clock
     limit_s: float = math.inf
     forced: tuple[Forced, ...] = field(init=False)  # per stage
-    sharing: Sharing = field(init=False)
+    sharing: RankBudgets = field(init=False)
     stage_cache: StageCache = field(default_factory=StageCache)
     is_light: bool = False  # whether stages should need little memory
     _lacking: dict[int, int] = field(
@@ -477,7 +477,7 @@ class StagedSearch:
             return math.inf
         return (self.limit_s - request.output_broadcast_s) / _least_s(request, 1.0)
 
-    def _new_sharing(self) -> Sharing:
+    def _new_sharing(self) -> RankBudgets:
         request = self.request
         devices = (
             [request.profile_of(rank).name for rank in range(len(request.budgets))]
@@ -487,7 +487,7 @@ class StagedSearch:
         num, chunks = request.num_stages, request.pipelined.chunks
         budgets, options = request.budgets, request.options
         call = request.batch_bytes, request.returned
-        return Sharing(
+        return RankBudgets(
             num,
             chunks,
             request.in_flight,

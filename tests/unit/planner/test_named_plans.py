@@ -23,7 +23,7 @@ from autopar.cost.price import price
 from autopar.planner import PlanOptions, make_plan, named_plans
 from autopar.planner.named_plans import NamedPlans, excluded_by
 from autopar.planner.pipeline.stage_cache import StageCache
-from autopar.planner.solving import Solving
+from autopar.planner.solving import ProblemSolver
 from autopar.sharding import classes_of, resolve, resolve_named
 from autopar.solve import SmallerProblem
 
@@ -94,7 +94,7 @@ def test_the_solution_without_excluded_strategies_is_that_of_the_constrained_pla
     options = PlanOptions(gap=0.0).of_a_trace().begun()
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
     excluded = excluded_by(free, resolve_named(trace, plans, MESH))
-    solving = Solving(options, StageCache())
+    solving = ProblemSolver(options, StageCache())
     found = solving.without(SmallerProblem.of(free.problem, excluded), math.inf)
     asked = make_plan(trace, MESH, GLOO, PlanOptions(gap=0.0, constraints=plans)).plan
     assert found is not None
@@ -109,7 +109,7 @@ def test_the_solution_without_excluded_strategies_is_that_of_the_constrained_pla
 def test_multipliers_bound_solutions_without_some_strategies() -> None:
     trace = traced(32, 64, 64, num_layers=3, dtype=torch.float32)
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
-    solving = Solving(PlanOptions(gap=0.0).of_a_trace().begun(), StageCache())
+    solving = ProblemSolver(PlanOptions(gap=0.0).of_a_trace().begun(), StageCache())
     best = solving.without(SmallerProblem.of(free.problem, {}), math.inf)
     assert best is not None and best.multipliers is not None
     num_higher = 0
