@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.core.collective import HOST_KINDS
+from autopar.core.collective import HOST_KINDS, Kind
 from autopar.core.layout import part_range
 from autopar.core.mesh import Mesh
 from autopar.errors import RuntimeStateError
@@ -272,6 +272,17 @@ STEPS: tuple[Callable[..., Tensor], ...] = (
 )
 COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # steps without an axis
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
+KIND_OF: Mapping[Any, Kind] = {
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_reduce: "all_reduce",
+    all_to_all: "all_to_all",
+    halo: "halo",
+    swap: "swap",
+    shard: "slice",
+    fetch: "fetch",
+    store: "store",
+}
 
 
 _ARGUMENTS = {

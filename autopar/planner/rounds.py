@@ -21,11 +21,12 @@ to the next one. It decides from the state, the options and the remaining time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 
+from autopar.capture.trace import Trace
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
@@ -35,7 +36,14 @@ from autopar.planner.min_memory import Need, low_memory_plans, prefer_fastest, r
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
 from autopar.planner.solving import ProblemSolver
-from autopar.sharding import Starts
+from autopar.sharding import (
+    ClusterClass,
+    Forced,
+    Starts,
+    combine_groupings,
+    frozen_starts,
+    split_by_layers,
+)
 from autopar.solve import Least, quickest
 
 _ROUNDS = 12  # each finds a plan that fits, or adds the moments at which its plan did not
@@ -91,6 +99,31 @@ class SearchState:
     best: Candidate | None = None
     smallest: int = 0
     was_regrouped: bool = False
+
+
+def price_by_groups(
+    trace: Trace,
+    classes: Sequence[ClusterClass],
+    forced: Forced,
+    price_classes: Callable[..., Priced],
+) -> Callable[[Starts], Priced]:
+    """Return a function that prices a problem with layers in groups that begin at given starts.
+
+    Args:
+        trace: the trace of the model, or of one of its stages.
+        classes: its classes of clusters.
+        forced: the resolved constraints.
+        price_classes: `autopar.cost.price` with all arguments but the classes and `forced`.
+    """
+    ends = frozen_starts(trace)
+
+    def price_groups(starts: Starts) -> Priced:
+        """Price the problem with these groups. Frozen and trained layers are always separate."""
+        starts = combine_groupings(ends, starts)
+        grouped = split_by_layers(classes, starts)
+        return price_classes(grouped, forced=replace(forced, starts=starts))
+
+    return price_groups
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from autopar.capture.trace import Trace
@@ -14,7 +15,6 @@ from autopar.core.hardware import Hardware, slowest
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
 from autopar.cost.price import price
-from autopar.cost.priced import Priced
 from autopar.errors import AutoparError, ConstraintError
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock, Progress
@@ -24,7 +24,7 @@ from autopar.planner.min_memory import Need
 from autopar.planner.named_plans import NamedPlans
 from autopar.planner.plan_assembly import assemble, fingerprint
 from autopar.planner.report_infeasible import with_conflict
-from autopar.planner.rounds import PlannerLoop
+from autopar.planner.rounds import PlannerLoop, price_by_groups
 from autopar.planner.sensitivity import runner_ups
 from autopar.planner.timeline import with_simulated_overlap
 from autopar.plans import Plan
@@ -33,12 +33,8 @@ from autopar.request import PlanOptions
 from autopar.sharding import (
     ClusterClass,
     Forced,
-    Starts,
     classes_of,
-    combine_groupings,
-    frozen_starts,
     resolve,
-    split_by_layers,
 )
 from autopar.solve import write_lp
 from autopar.version import VERSION
@@ -201,26 +197,19 @@ def prepare_search(
     profile = slowest(hardware)
     budget = options.budget(profile)
 
-    ends = frozen_starts(trace)
-
-    def price_groups(starts: Starts) -> Priced:
-        """Price the problem with layers in groups that begin at these starts."""
-        starts = combine_groupings(ends, starts)
-        here = replace(forced, starts=starts)
-        return price(
-            trace,
-            split_by_layers(classes, starts),
-            mesh,
-            profile,
-            budget_bytes=budget,
-            optimizer=options.optimizer,
-            forced=here,
-        )
-
+    price_classes = partial(
+        price,
+        trace,
+        mesh=mesh,
+        profile=profile,
+        budget_bytes=budget,
+        optimizer=options.optimizer,
+    )
     mark = fingerprint(trace, model_name, hardware, VERSION)
     recorded, peaks = options.to_json(profile), Peaks(options)
     emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
-    return PlannerLoop(emitter, price_groups, limit_s=limit_s)
+    pricing = price_by_groups(trace, classes, forced, price_classes)
+    return PlannerLoop(emitter, pricing, limit_s=limit_s)
 
 
 def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:

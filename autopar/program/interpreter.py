@@ -186,17 +186,6 @@ def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
 Observer = Callable[[str, fx.Node, list[Any]], None]
 Record = tuple[str, str, Collective]
 _TENSORS = 4  # number of a kernel's first arguments, which are tensors or None
-_KINDS: dict[Any, Kind] = {
-    steps.all_gather: "all_gather",
-    steps.reduce_scatter: "reduce_scatter",
-    steps.all_reduce: "all_reduce",
-    steps.all_to_all: "all_to_all",
-    steps.halo: "halo",
-    steps.swap: "swap",
-    steps.shard: "slice",
-    steps.fetch: "fetch",
-    steps.store: "store",
-}
 
 
 def node_name(node: fx.Node) -> str:
@@ -283,8 +272,9 @@ class Ranks:
                 constant = promote(_attribute(graph_module, node), self.dtype)
                 constant = constant.to(self.device) if isinstance(constant, Tensor) else constant
                 return [constant for _ in self.ranks]
-            if node.target in _KINDS:
-                return self._run_step(phase, node, env, _KINDS[node.target], steps.positional(node))
+            if node.target in steps.KIND_OF:
+                kind = steps.KIND_OF[node.target]
+                return self._run_step(phase, node, env, kind, steps.positional(node))
             if node.target is steps.start:
                 x, kind, *settings = node.args
                 return [

@@ -92,27 +92,20 @@ def _query_heads(
 def _local(site: Site) -> Local:
     """Set the start indices of the parts if a function needs global coordinates, and the key and
     value heads to read if only query heads are split."""
-    call, (q, k) = site.call, site.strategy.inputs[:2]
-    shape, shared = call.inputs[0].shape, call.inputs[1].shape
+    call, q, shape = site.call, site.strategy.inputs[0], site.call.inputs[0].shape
     operands, read = _read_functions(call)
     indexed = [(n, dim, name) for n in operands for dim, name in _indices_read(read, n)]
     parts = [each for each in indexed if site.strategy.inputs[operands[each[0]]].splitters(each[1])]
     of_wholes = {name for number, dim, name in indexed if (number, dim, name) not in parts}
     split = {name for dim, name in enumerate(_SPLIT) if q.splitters(dim)}
     needed = (read.free | of_wholes) & split
-    changes: dict[str, Any] = {}
+    changes = site.heads_read()
     if needed:  # otherwise, local coordinates that start at 0 index the parts
         changes["starts"] = tuple(
             site.start(q, shape[dim], dim) if name in needed else 0
             for dim, name in enumerate(_SPLIT)
         )
         changes["own"] = tuple(x for n, dim, name in parts if name in needed for x in (n, dim))
-    if q.splitters(1) != k.splitters(1):
-        changes["heads"] = (
-            site.start(q, shape[1], 1),
-            site.start(k, shared[1], 1),
-            shape[1] // shared[1],
-        )
     return site.change(**changes)
 
 

@@ -100,20 +100,11 @@ def _attention(query: int) -> Callable[[Site], Local]:
 
     def local(site: Site) -> Local:
         """Set the arguments that the layout of the queries requires."""
-        (q, k), (shape, shared) = (
-            site.strategy.inputs[query : query + 2],
-            (site.call.inputs[i].shape for i in (query, query + 1)),
-        )
-        changes: dict[str, Any] = {}
+        q, shape = site.strategy.inputs[query], site.call.inputs[query].shape
+        changes = site.heads_read(query)
         if argument(site.call, "is_causal", False) and q.splitters(2):
             changes["q_start"] = site.start(q, shape[2], 2)
             changes |= {"mirrored_in": shape[2]} if q.is_mirrored(2) else {}
-        if q.splitters(1) != k.splitters(1):
-            changes["heads"] = (
-                site.start(q, shape[1], 1),
-                site.start(k, shared[1], 1),
-                shape[1] // shared[1],
-            )
         return site.change(**changes)
 
     return local

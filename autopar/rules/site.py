@@ -121,6 +121,19 @@ class Site:
         """Return the call with new values for the named parameters of the op."""
         return Local(self.call.target, *replace_arguments(self.call, changes))
 
+    def heads_read(self, query: int = 0) -> dict[str, Any]:
+        """Return the argument ``heads`` of an attention op, by name: the first query head, the
+        first key head, and the query heads per key head. It is empty if both are split alike.
+
+        Args:
+            query: number of the operand with the queries, which the keys follow.
+        """
+        q, k = self.strategy.inputs[query : query + 2]
+        heads, shared = (self.call.inputs[i].shape[1] for i in (query, query + 1))
+        if q.splitters(1) == k.splitters(1):
+            return {}
+        return {"heads": (self.start(q, heads, 1), self.start(k, shared, 1), heads // shared)}
+
     def start(self, layout: Layout, size: int, dim: int) -> Start | int:
         """Return the token for the first index of a rank's part along a dim; 0 if the dim is not
         split.

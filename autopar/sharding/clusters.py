@@ -403,112 +403,107 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, nam
     head = content[0]
     if graph.phase[name] != graph.phase[head] or graph.indices[name] != graph.indices[head]:
         return False
-    if member.call.target is operator.getitem:
-        return True
-    inside = set(content)
-    from_cluster = [i for i, r in enumerate(member.reads) if r[0] in inside]
-    return not (
-        _begins_cluster(graph, head, member, name)
-        or any(graph.specially[node].intersection(member.reads) for node in content)
-        or _would_be_counted_twice(graph, content, member, [member.reads[i] for i in from_cluster])
-        or _grows(member, from_cluster)
-        or _would_close_cycle(graph, member, inside)
-    ) and _accepts_placements(graph, content, member, name, from_cluster)
+    return member.call.target is operator.getitem or _Merge(graph, content, name).is_allowed
 
 
-def _begins_cluster(graph: _Graph, head: str, member: ClusterMember, name: str) -> bool:
-    """Return whether the op of `member` may not follow the first node of a cluster, `head`."""
-    return (
-        member.call.target in HEADS
-        or (head in graph.from_nothing and name not in graph.from_nothing)
-        # a recomputation for its gradients would then also need the weights of its losses
-        or graph.members[head].call.target is ops.linear_cross_entropy
-    )
+class _Merge:
+    """A node that may join a cluster which produces some of its operands.
 
+    Args:
+        graph: the graph of members.
+        content: the nodes of the cluster.
+        name: the node.
+    """
 
-def _grows(member: ClusterMember, from_cluster: Sequence[int]) -> bool:
-    """Return whether a result is larger than every operand from the cluster."""
-    largest = max((size_of(member.call.inputs[i]) for i in from_cluster), default=0)
-    return any(size_of(info) > largest for info in member.call.outputs)
+    def __init__(self, graph: _Graph, content: Sequence[str], name: str) -> None:
+        self.graph, self.content, self.inside = graph, content, set(content)
+        self.name, self.member = name, graph.members[name]
+        reads = enumerate(self.member.reads)
+        self.from_cluster = [i for i, r in reads if r[0] in self.inside]
 
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the node may join."""
+        return (
+            not self._begins_cluster()
+            and not any(
+                self.graph.specially[node].intersection(self.member.reads) for node in self.content
+            )
+            and not self._would_be_counted_twice()
+            and not self._grows()
+            and not self._would_close_cycle()
+            and self._accepts_placements()
+        )
 
-def _would_close_cycle(graph: _Graph, member: ClusterMember, inside: set[str]) -> bool:
-    """Return whether `member` reads a node outside of the cluster that depends on the cluster."""
-    return any(
-        r[0] in graph.members and r[0] not in inside and _depends(graph, r[0], inside)
-        for r in member.reads
-    )
+    def _begins_cluster(self) -> bool:
+        """Return whether the op of the node may not follow the first node of the cluster."""
+        graph, head = self.graph, self.content[0]
+        return (
+            self.member.call.target in HEADS
+            or (head in graph.from_nothing and self.name not in graph.from_nothing)
+            # a recomputation for its gradients would then also need the weights of its losses
+            or graph.members[head].call.target is ops.linear_cross_entropy
+        )
 
+    def _grows(self) -> bool:
+        """Return whether a result is larger than every operand from the cluster."""
+        inputs, outputs = self.member.call.inputs, self.member.call.outputs
+        largest = max((size_of(inputs[i]) for i in self.from_cluster), default=0)
+        return any(size_of(info) > largest for info in outputs)
 
-def _accepts_placements(
-    graph: _Graph,
-    content: Sequence[str],
-    member: ClusterMember,
-    name: str,
-    from_cluster: Sequence[int],
-) -> bool:
-    """Return whether the placements of the cluster's results determine those of the member's
-    results, and all of them are accepted."""
-    return (
-        _determines_results(graph.options[name])
-        and all(_accepts_all(graph, member, name, i, from_cluster) for i in from_cluster)
-        and _accepts_together(graph, content, member, name, from_cluster)
-    )
+    def _would_close_cycle(self) -> bool:
+        """Return whether the node reads a node outside of the cluster that depends on it."""
+        return any(
+            r[0] in self.graph.members
+            and r[0] not in self.inside
+            and _depends(self.graph, r[0], self.inside)
+            for r in self.member.reads
+        )
 
+    def _would_be_counted_twice(self) -> bool:
+        """Return whether kept memory might count twice after the merge."""
+        graph, reads = self.graph, [self.member.reads[i] for i in self.from_cluster]
+        if not graph.storages.are_full(reads):
+            return False
+        if graph.storages.is_view(self.member.node):
+            return any(
+                not graph.storages.is_view(name) or graph.is_kept(name) for name in self.content
+            )
+        return any(graph.storages.is_view(name) and graph.is_kept(name) for name, _ in reads)
 
-def _would_be_counted_twice(
-    graph: _Graph, content: Sequence[str], member: ClusterMember, reads: Sequence[Ref]
-) -> bool:
-    """Return whether kept memory might count twice after merging `member` into the cluster
-    `content`."""
-    if not graph.storages.are_full(reads):
-        return False
-    if graph.storages.is_view(member.node):
-        return any(not graph.storages.is_view(name) or graph.is_kept(name) for name in content)
-    return any(graph.storages.is_view(name) and graph.is_kept(name) for name, _ in reads)
+    def _accepts_placements(self) -> bool:
+        """Return whether the placements of the cluster's results determine those of the node's
+        results, and all of them are accepted."""
+        options = self.graph.options[self.name]
+        return (
+            len({option.inputs for option in options}) == len(options)
+            and all(map(self._accepts_all, self.from_cluster))
+            and self._accepts_together()
+        )
 
+    def _accepts_all(self, operand: int) -> bool:
+        """Return whether the node accepts every placement that the producer of an operand can give.
+        Partial sums as other operands are excluded, as no collective creates them."""
+        producer, result = self.member.reads[operand]
+        producible = {option.outputs[result] for option in self.graph.options[producer]}
+        return producible <= {option.inputs[operand] for option in self._usable()}
 
-def _determines_results(options: Sequence[AxisOption]) -> bool:
-    """Return whether the placements of the operands determine those of the results."""
-    return len({option.inputs for option in options}) == len(options)
+    def _accepts_together(self) -> bool:
+        """Return the same as `_accepts_all`, for all operands from the cluster together."""
+        reads = [self.member.reads[i] for i in self.from_cluster]
+        if len(set(reads)) < 2:
+            return True
+        options = self.graph.options
+        content = ((self.graph.members[name], options[name]) for name in self.content)
+        states = joint_options((member.reads, member.makes, of) for member, of in content)
+        accepted = {tuple(o.inputs[i] for i in self.from_cluster) for o in self._usable()}
+        return {tuple(state[ref] for ref in reads) for state in states} <= accepted
 
-
-def _accepts_all(
-    graph: _Graph, member: ClusterMember, name: str, operand: int, from_cluster: Sequence[int]
-) -> bool:
-    """Return whether a member accepts every placement that the producer of an operand can give.
-    Partial sums as other operands are excluded, as no collective creates them."""
-    producer, result = member.reads[operand]
-    producible = {option.outputs[result] for option in graph.options[producer]}
-    return producible <= {
-        option.inputs[operand] for option in _usable(graph, member, name, from_cluster)
-    }
-
-
-def _accepts_together(
-    graph: _Graph,
-    content: Sequence[str],
-    member: ClusterMember,
-    name: str,
-    from_cluster: Sequence[int],
-) -> bool:
-    """Return the same as `_accepts_all`, for all operands from the cluster together."""
-    if len({member.reads[i] for i in from_cluster}) < 2:
-        return True
-    states = joint_options(
-        (graph.members[n].reads, graph.members[n].makes, graph.options[n]) for n in content
-    )
-    accepted = {
-        tuple(o.inputs[i] for i in from_cluster) for o in _usable(graph, member, name, from_cluster)
-    }
-    return {tuple(state[member.reads[i]] for i in from_cluster) for state in states} <= accepted
-
-
-def _usable(
-    graph: _Graph, member: ClusterMember, name: str, from_cluster: Sequence[int]
-) -> list[AxisOption]:
-    others = [i for i in range(len(member.reads)) if i not in from_cluster]
-    return [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]
+    def _usable(self) -> list[AxisOption]:
+        """Return the options in which no operand from elsewhere is a partial sum."""
+        others = [i for i in range(len(self.member.reads)) if i not in self.from_cluster]
+        options = self.graph.options[self.name]
+        return [o for o in options if not any(adds_up(o.inputs[i]) for i in others)]
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:

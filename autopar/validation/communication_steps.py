@@ -3,7 +3,7 @@ only the arguments of the node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,10 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.core.collective import Collective, Kind
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo, Mirrored
-from autopar.kernels import collectives as steps
 from autopar.validation.shards import apply_collective, is_even, local_lengths
 from autopar.validation.states import PackedState, Several, State
 from autopar.validation.traced import TracedModel
 
-KINDS: Mapping[Any, Kind] = {
-    steps.all_gather: "all_gather",
-    steps.reduce_scatter: "reduce_scatter",
-    steps.all_reduce: "all_reduce",
-    steps.all_to_all: "all_to_all",
-    steps.halo: "halo",
-    steps.swap: "swap",
-    steps.shard: "slice",
-    steps.fetch: "fetch",
-    steps.store: "store",
-}
 _REDUCING = ("all_reduce", "reduce_scatter")
 _JOINING = ("all_gather", "all_to_all")
 

@@ -16,7 +16,6 @@ from torch import fx
 
 from autopar.kernels import collectives as steps
 from autopar.kernels.collectives import add_to, write_to
-from autopar.validation.communication_steps import KINDS
 from autopar.validation.op_calls import written_operand
 from autopar.validation.states import unjustified_error
 
@@ -65,7 +64,7 @@ class Memory:
         return None
 
     def _is_of_one_device(self, node: fx.Node) -> bool:
-        if node.target not in KINDS and node.target is not steps.start:
+        if node.target not in steps.KIND_OF and node.target is not steps.start:
             return False
         last = (node.args[2:] if node.target is steps.start else steps.positional(node))[-1:]
         return (

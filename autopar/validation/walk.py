@@ -26,7 +26,7 @@ from autopar.kernels.collectives import add_to
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.rules import is_strategy
-from autopar.validation.communication_steps import KINDS, MoveError, cast, move, pack, unpack
+from autopar.validation.communication_steps import MoveError, cast, move, pack, unpack
 from autopar.validation.op_calls import differences, expected_call, matches, node_operands, place_of
 from autopar.validation.op_law import Verdict, judge
 from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified_error
@@ -242,9 +242,9 @@ class GraphWalk:
         for target, rule in self._rules().items():
             if node.target is target:
                 return rule(node)
-        if node.target in KINDS:
+        if node.target in steps.KIND_OF:
             x, *settings = steps.positional(node)
-            return self._move(self.env[x], KINDS[node.target], settings, node)
+            return self._move(self.env[x], steps.KIND_OF[node.target], settings, node)
         if node.target in KERNELS:
             return product_states(self, node)
         return self._compute(node)

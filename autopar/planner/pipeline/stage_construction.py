@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
@@ -54,17 +55,13 @@ from autopar.planner.pipeline.stage_memory_bound import (
 from autopar.planner.pipeline.stage_units import one_stage, reweigh_units, units_of
 from autopar.planner.pipeline.step_schedule import least_time, step_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
-from autopar.planner.rounds import PlannerLoop
+from autopar.planner.rounds import PlannerLoop, price_by_groups
 from autopar.planner.search import Planned, finish_search, needs
 from autopar.request import UNLIMITED
 from autopar.sharding import (
     Forced,
-    Starts,
     classes_of,
-    combine_groupings,
-    frozen_starts,
     resolve,
-    split_by_layers,
 )
 from autopar.solve import evaluate_choices, shortage, solve
 from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
@@ -433,31 +430,25 @@ class StagedSearch:
             request.in_flight[number],
         )
 
-        ends = frozen_starts(stage)
-
-        def price_groups(starts: Starts) -> Priced:
-            """Price the stage's problem with groups of layers that begin at these starts."""
-            starts = combine_groupings(ends, starts)
-            return price(
-                stage,
-                split_by_layers(classes, starts),
-                request.stage_mesh,
-                profile,
-                budget_bytes=budget,
-                optimizer=request.options.optimizer,
-                forced=replace(forced, starts=starts),
-                crossing=crossing,
-                num_microbatches=request.microbatching.num,
-                num_in_flight=flying,
-            )
-
+        price_classes = partial(
+            price,
+            stage,
+            mesh=request.stage_mesh,
+            profile=profile,
+            budget_bytes=budget,
+            optimizer=request.options.optimizer,
+            crossing=crossing,
+            num_microbatches=request.microbatching.num,
+            num_in_flight=flying,
+        )
         mark = request.mark(stage, profile)
         schedule = self.sharing.schedule(request.pipelined.schedule, number)
         peaks = Peaks(request.options, schedule, flying, self.stage_cache)
         emitter = Emitter(
             stage, request.stage_mesh, request.options, self.clock, mark, {}, budget, peaks
         )
-        search = PlannerLoop(emitter, price_groups, limit_s=self._stage_limit_s)
+        pricing = price_by_groups(stage, classes, forced, price_classes)
+        search = PlannerLoop(emitter, pricing, limit_s=self._stage_limit_s)
         try:
             candidate = search.find_lightest() if self.is_light else search.find_best()
             if candidate is None:
