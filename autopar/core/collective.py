@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, assert_never, get_args
 
 from autopar.core.hardware import Curve, HardwareProfile, Link
 from autopar.errors import HardwareError
@@ -47,18 +47,10 @@ Kind = Literal[
     "fetch",
     "store",
 ]
-KINDS: tuple[Kind, ...] = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "swap",
-    "halo",
-    "slice",
-)
-"""Steps along an axis."""
 HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
 """Copies from and to the host's memory, along no axis."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
+"""Steps along an axis."""
 JOINING: tuple[Kind, ...] = ("all_gather", "all_to_all")
 """Kinds that join the ranks' parts of a dim. The parts may differ in length; the step is then given
 the whole length of the dim."""

@@ -85,11 +85,8 @@ def find_sharing(folder: Path) -> str:
         return ""
     if not stat.S_ISDIR(here.st_mode):
         return f"{folder} is not a folder"
-    if not _is_own(here):
-        return f"{folder} belongs to user {here.st_uid}"
-    if here.st_mode & _OTHERS:
-        return f"other users can write to {folder} (mode {stat.S_IMODE(here.st_mode):o})"
-    return next(filter(None, map(_find_replacing, folder.parents)), "")
+    replacing = filter(None, map(_find_replacing, folder.parents))
+    return _find_other_writer(folder, here) or next(replacing, "")
 
 
 def find_foreign(file: Path) -> str:
@@ -109,10 +106,15 @@ def find_foreign(file: Path) -> str:
         return ""
     if not stat.S_ISREG(here.st_mode):
         return f"{file} is not a plain file"
+    return _find_other_writer(file, here)
+
+
+def _find_other_writer(path: Path, here: os.stat_result) -> str:
+    """Say how another user could write to a file or folder; empty if none can."""
     if not _is_own(here):
-        return f"{file} belongs to user {here.st_uid}"
+        return f"{path} belongs to user {here.st_uid}"
     if here.st_mode & _OTHERS:
-        return f"other users can write to {file} (mode {stat.S_IMODE(here.st_mode):o})"
+        return f"other users can write to {path} (mode {stat.S_IMODE(here.st_mode):o})"
     return ""
 
 

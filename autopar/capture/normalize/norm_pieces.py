@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar import ops
-from autopar.capture.graphs import aten, calls, dtype_of, emit, is_tensor, shape_of, sweep
+from autopar.capture.graphs import aten, calls, cast, dtype_of, emit, is_tensor, shape_of, sweep
 from autopar.ops import norms
 from autopar.ops.blocks import wide_dtype
 
@@ -89,16 +89,7 @@ class _NormSite:
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Return `node` in `dtype`."""
-        if dtype_of(node) == dtype:
-            return node
-        return emit(
-            self.like,
-            aten._to_copy.default,
-            (node,),
-            shape_of(node),
-            dtype=dtype,
-            kwargs={"dtype": dtype},
-        )
+        return cast(self.like, node, dtype)
 
     def rstd(self, var: fx.Node, eps: float) -> fx.Node:
         """Return 1/√(var + eps) per channel."""
@@ -259,16 +250,7 @@ def _weight_gradient(
     products = emit(
         node, ops.rms_weight_gradient, (grad, x, squares, *shape, eps, dtype), shape, dtype=wide
     )
-    if wide == dtype_of(weight):
-        return products
-    return emit(
-        node,
-        aten._to_copy.default,
-        (products,),
-        shape,
-        dtype=dtype_of(weight),
-        kwargs={"dtype": dtype_of(weight)},
-    )
+    return cast(node, products, dtype_of(weight))
 
 
 def _per_row(

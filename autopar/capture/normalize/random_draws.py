@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graphs import aten, calls, dtype_of, emit, shape_of, sweep
+from autopar.capture.graphs import aten, calls, cast, dtype_of, emit, shape_of, sweep
 from autopar.ops import random
 
 _Replacement = Callable[[fx.Node, fx.Node], fx.Node | None]
@@ -202,17 +202,17 @@ def _integers(low: int | None, high: int) -> _Replacement:
     return replace
 
 
+def _as_result(node: fx.Node, value: fx.Node) -> fx.Node:
+    """Copy a value of the shape of `node` to the dtype of `node`."""
+    dtype, shape = dtype_of(node), shape_of(node)
+    kwargs = {"dtype": dtype}
+    return emit(node, aten._to_copy.default, (value,), shape, dtype=dtype, kwargs=kwargs)
+
+
 def _bernoulli_p(node: fx.Node, state: fx.Node) -> fx.Node:
     p, shape = _argument(node, 1, "p", 0.5), shape_of(node)
     ones = _draw(node, state, random.keep_mask, (shape, 1.0 - p), shape, torch.bool)
-    return emit(
-        node,
-        aten._to_copy.default,
-        (ones,),
-        shape,
-        dtype=dtype_of(node),
-        kwargs={"dtype": dtype_of(node)},
-    )
+    return _as_result(node, ones)
 
 
 def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
@@ -222,14 +222,7 @@ def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
         node, state, random.uniform, (shape, 0.0, 1.0, torch.float32), shape, torch.float32
     )
     ones = emit(node, aten.lt.Tensor, (drawn, probabilities), shape, dtype=torch.bool)
-    return emit(
-        node,
-        aten._to_copy.default,
-        (ones,),
-        shape,
-        dtype=dtype_of(node),
-        kwargs={"dtype": dtype_of(node)},
-    )
+    return _as_result(node, ones)
 
 
 def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
@@ -237,9 +230,7 @@ def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
     result = _exponentials(
         node, state, shape_of(node), torch.promote_types(dtype, torch.float32), float(rate)
     )
-    return emit(
-        node, aten._to_copy.default, (result,), shape_of(node), dtype=dtype, kwargs={"dtype": dtype}
-    )
+    return _as_result(node, result)
 
 
 def _exponentials(
@@ -265,10 +256,7 @@ def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
         torch.promote_types(dtype_of(weights), torch.float32),
     )
     shape, result = shape_of(weights), shape_of(node)
-    if dtype_of(weights) != dtype:
-        weights = emit(
-            node, aten._to_copy.default, (weights,), shape, dtype=dtype, kwargs={"dtype": dtype}
-        )
+    weights = cast(node, weights, dtype)
     if replaced:
         weights = emit(
             node, aten.unsqueeze.default, (weights, -2), (*shape[:-1], 1, shape[-1]), dtype=dtype
@@ -290,23 +278,13 @@ def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
         shape_of(node),
         torch.promote_types(dtype_of(node), torch.float32),
     )
-    if dtype_of(alpha) != dtype:
-        alpha = emit(
-            node, aten._to_copy.default, (alpha,), shape, dtype=dtype, kwargs={"dtype": dtype}
-        )
+    alpha = cast(node, alpha, dtype)
     tries = (*shape, random.GAMMA_TRIES)
     normals = _draw(node, state, random.normal, (tries, 0.0, 1.0, dtype), tries, dtype)
     uniforms = _draw(node, state, random.uniform, (tries, 0.0, 1.0, dtype), tries, dtype)
     last = _draw(node, state, random.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
     numbers = emit(node, random.gamma, (alpha, normals, uniforms, last), shape, dtype=dtype)
-    return emit(
-        node,
-        aten._to_copy.default,
-        (numbers,),
-        shape,
-        dtype=dtype_of(node),
-        kwargs={"dtype": dtype_of(node)},
-    )
+    return _as_result(node, numbers)
 
 
 def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
@@ -331,14 +309,7 @@ def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
     order = emit(
         node, aten.argsort.stable, (drawn,), shape, dtype=torch.int64, kwargs={"stable": True}
     )
-    return emit(
-        node,
-        aten._to_copy.default,
-        (order,),
-        shape,
-        dtype=dtype_of(node),
-        kwargs={"dtype": dtype_of(node)},
-    )
+    return _as_result(node, order)
 
 
 _REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
