@@ -247,6 +247,6 @@ def _ravel(places: Sequence[Tensor], sizes: Sizes) -> Tensor:
     return flat
 
 
-def per_dim(values: Sizes, num: int) -> list[int]:
+def per_dim(values: Sizes, num: int) -> tuple[int, ...]:
     """Return one value per dim; a single value applies to all dims."""
-    return list(values) * num if len(values) == 1 else list(values)
+    return tuple(values) * num if len(values) == 1 else tuple(values)

@@ -30,6 +30,7 @@ from autopar.ops.windows import (
     convolution_backward_part,
     max_pool_backward_part,
     max_pool_part,
+    per_dim,
 )
 from autopar.rules.call import NO_TENSOR, Call, argument, slots
 from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
@@ -65,11 +66,6 @@ def _shape_of(call: Call, name: str) -> tuple[int, ...]:
     return call.inputs[argument(call, name).index].shape
 
 
-def each(values: Sequence[int], num: int) -> tuple[int, ...]:
-    """Return one value per dim; a single value applies to all dims."""
-    return tuple(values) * num if len(values) == 1 else tuple(values)
-
-
 def _windows(
     extents: Sequence[int],
     strides: Sequence[int],
@@ -91,7 +87,7 @@ def convolution_windows(call: Call) -> Windows:
     out = (_shape_of(call, "grad_output") if backward else call.outputs[0].shape)[2:]
     num = len(weight)
     stride, padding, dilation = (
-        each(argument(call, name), num) for name in ("stride", "padding", "dilation")
+        per_dim(argument(call, name), num) for name in ("stride", "padding", "dilation")
     )
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight, strict=True)]
     if argument(
@@ -111,10 +107,10 @@ def convolution_windows(call: Call) -> Windows:
 def pooling_windows(call: Call, num: int) -> Windows:
     """Return the windows of a pooling over the last `num` dims, or of its backward."""
     averages = "avg" in call.target.__name__
-    kernel = each(argument(call, "kernel_size"), num)
-    stride = each(argument(call, "stride", ()) or kernel, num)
-    padding = each(argument(call, "padding", (0,)), num)
-    dilation = (1,) * num if averages else each(argument(call, "dilation", (1,)), num)
+    kernel = per_dim(argument(call, "kernel_size"), num)
+    stride = per_dim(argument(call, "stride", ()) or kernel, num)
+    padding = per_dim(argument(call, "padding", (0,)), num)
+    dilation = (1,) * num if averages else per_dim(argument(call, "dilation", (1,)), num)
     extents = tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True))
     backward = "backward" in call.target.__name__
     x, out = (
@@ -345,7 +341,7 @@ def _is_split(layout: Layout, rank: int, num: int) -> tuple[bool, ...]:
 
 def _local_padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, ...]:
     """Return the padding per dim; 0 for a split dim, whose halo includes the padding."""
-    return tuple(0 if s else p for p, s in zip(each(padding, len(split)), split, strict=True))
+    return tuple(0 if s else p for p, s in zip(per_dim(padding, len(split)), split, strict=True))
 
 
 def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[Edges | None, ...]:

@@ -13,9 +13,9 @@ import torch
 
 from autopar import ops
 from autopar.ops.score_functions import COORDINATES, find_reading
+from autopar.ops.windows import per_dim
 from autopar.rules.call import Call, Operand, TensorInfo, argument, replace_arguments
 from autopar.rules.small_calls import Trial
-from autopar.rules.spatial import each
 from autopar.rules.trial import run
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def _channels(groups: int, channels: int, made: int) -> tuple[int, int, int]:
 def _convolution(call: Call, *, backward: bool) -> list[Trial]:
     x, weight = (call.inputs[argument(call, name).index].shape for name in ("input", "weight"))
     transposed, groups = argument(call, "transposed"), argument(call, "groups")
-    stride = each(argument(call, "stride"), len(x) - 2)
+    stride = per_dim(argument(call, "stride"), len(x) - 2)
     channels = weight[1] * groups if transposed else weight[0]
     few, c, o = _channels(groups, x[1], channels)
     space = _space(x[2:], (1,) * len(stride) if transposed else stride)
@@ -82,7 +82,7 @@ def _pool(call: Call, num: int) -> list[Trial]:
     """Return small calls of a pooling over the last `num` dims, or of its backward."""
     shape = call.inputs[argument(call, "self").index].shape
     kernel = argument(call, "kernel_size")
-    stride = each(argument(call, "stride", ()) or kernel, num)
+    stride = per_dim(argument(call, "stride", ()) or kernel, num)
     lead = tuple(min(size, _CHANNELS) for size in shape[:-num])
     x = numbers((*lead, *_space(shape[-num:], stride)), 5)
     name = call.target.__name__.split(".")[0]
