@@ -153,7 +153,7 @@ MESHES: dict[str, Program] = {
         "remove the pipeline constraint; num_microbatches= splits the batch without stages",
         lambda: _alone(num_microbatches=2),
     ),
-    "api/mesh_search.py _whole 0": Program(
+    "api/mesh_search.py _full_axes_of 0": Program(
         lambda: shapes((0, 8)), "positive numbers", lambda: shapes((1, 8))
     ),
     "api/mesh_search.py _in_nodes 0": Program(

@@ -64,7 +64,7 @@ BATCH = torch.zeros(4, 8)
 
 def find(
     model: nn.Module, batch: Any = BATCH, hardware: Any = "cpu-gloo", **options: Any
-) -> planning.Found:
+) -> planning.PlanResult:
     request = PlanRequest(model, options.pop("mesh", MESH), hardware, PlanOptions(**options))
     return planning.find_plan(request, *as_call(batch))
 

@@ -167,9 +167,9 @@ def test_a_plan_over_the_budget_is_retried_only_with_other_kernels(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, tried = list[Solution](), list[StageProgram]()
-    answer, peak = solving.Solving.answer, Peaks.peak_bytes
+    answer, peak = solving.ProblemSolver.answer, Peaks.peak_bytes
 
-    def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Solution:
+    def same_again(asks: solving.ProblemSolver, *problem: Any, **how: Any) -> Solution:
         if not answers:
             first = answer(asks, *problem, **how)
             assert isinstance(first, Solution)
@@ -184,7 +184,7 @@ def test_a_plan_over_the_budget_is_retried_only_with_other_kernels(
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
-    monkeypatch.setattr(solving.Solving, "answer", same_again)
+    monkeypatch.setattr(solving.ProblemSolver, "answer", same_again)
     monkeypatch.setattr(Peaks, "peak_bytes", first_too_much)
     monkeypatch.setattr(PlannerLoop, "find_lightest", lambda *_: None)
     if others:
@@ -372,7 +372,7 @@ def test_only_the_search_for_the_bound_has_a_limit_of_work(
         "choices_or_least",
         lambda request, **_: (asked.append(request.common.work.most), Least(1))[1],
     )
-    asks = solving.Solving(PlanOptions(), StageCache())
+    asks = solving.ProblemSolver(PlanOptions(), StageCache())
     asks.common.work.spent = spent
     for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
         asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)
