@@ -48,7 +48,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @dataclass(frozen=True)
-class PlanResult:
+class Found:
     """The fields of a found plan that the search reads and writes."""
 
     plan: Any
@@ -75,7 +75,7 @@ def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
     """Return a found plan, in stages if there are microbatches."""
     proof = SimpleNamespace(memory_price_s_per_gib=0.0, num_variables=10_000, gap=0.004)
     prediction = SimpleNamespace(step_s=step_s)
-    return PlanResult(plan_of(num, prediction=prediction, entries=(), proof=proof), compute_s)
+    return Found(plan_of(num, prediction=prediction, entries=(), proof=proof), compute_s)
 
 
 def search(
