@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass
 class _Grouped(Formulation):
-    """The program with groups; `x` and `again` of an op have the variables of all groups."""
+    """The program with groups; `x` and `recomputed` of an op have the variables of all groups."""
 
     spread: Spread = field(kw_only=True)
     _now: int = -1  # the variant whose rows are being added

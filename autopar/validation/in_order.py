@@ -184,7 +184,7 @@ def _advance(rank: int, running: dict[int, Steps], pending: dict[int, list[_Tran
         transfer.is_done = True
         if not transfer.sends and transfer.meets is not None:
             for buffer, symbol in zip(transfer.tensors, transfer.meets.tensors, strict=True):
-                buffer.came = symbol
+                buffer.symbol = symbol
     try:
         pending[rank] = next(running[rank])
     except StopIteration:
@@ -314,7 +314,7 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     if len(come) != len(buffers):
         raise stage.error(number, f"it receives {len(come)} tensors, expected {len(buffers)}")
     for buffer, symbol in zip(buffers, come, strict=True):
-        buffer.came = symbol
+        buffer.symbol = symbol
     (stage.work.forward if ahead else stage.work.backward)(number)
     leaving = stage.work.leaving_outputs(number) if ahead else stage.work.leaving_gradients(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):

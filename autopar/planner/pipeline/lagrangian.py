@@ -51,7 +51,7 @@ since a stage that offers the kernel counts the collective in full, and has no m
 copied ops it is lowered by everything that the kernel saves.
 
 Any multipliers ≥ 0 prove a bound if a stage's problem has no choice that the problem of the whole
-model lacks. Therefore the whole model must be priced with `apart` and `exposed` of `seams`: no
+model lacks. Therefore the whole model must be priced with `readers` and `exposed` of `seams`: no
 cluster crosses a border, and crossing tensors can have any layout.
 """
 
