@@ -69,7 +69,7 @@ from autopar.runtime.module_modes import (
     set_own_mode,
 )
 from autopar.runtime.optimizers import PlannedState, note_planned
-from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_agreement import announced, failures_told
 from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
@@ -416,7 +416,8 @@ class _VariantBuilder:
                 self.backend,
                 otherwise,
             )
-            variant = parallel_module(order, args, kwargs, module)
+            with failures_told():
+                variant = parallel_module(order, args, kwargs, module)
         variant.train(training)
         variant.modes = FollowedModes(None, module.modes.now, module.modes.now)
         variant.only_forward = (

@@ -29,8 +29,10 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.module_modes import overrides_modes
 from autopar.runtime.module_shell import is_plain
 from autopar.runtime.part_classes import as_container
+from autopar.runtime.rank_agreement import failures_told
 
 
+@failures_told()
 @named("autopar.compile", "docs/planning.md")
 @takes_options("compile")
 def compile(
@@ -148,7 +150,8 @@ class Deferred(nn.Module):
                 self._waiting.request.model
             ):
                 self._waiting.request.model.train(self.training)
-            self.module = parallel_module(self._waiting, args, kwargs)
+            with failures_told():
+                self.module = parallel_module(self._waiting, args, kwargs)
             object.__setattr__(self, "_waiting", None)
         return self.module(*args, **kwargs)
 

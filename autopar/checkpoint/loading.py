@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.checkpoint.earlier_format import OldPlanner, OldReader
 from autopar.checkpoint.rank_parts import completed_future, find_reasons, no_warning_if_alone
 from autopar.checkpoint.safetensors_files import UNSAFE, TensorFile
 from autopar.errors import RuntimeStateError
+from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import by_all
 
 
@@ -71,7 +73,8 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
         else (TensorsReader(place, found[0]), Planner())
     )
     try:
-        with no_warning_if_alone():
+        together = nullcontext() if alone else announced("loads its part", is_aside=True)
+        with no_warning_if_alone(), together:
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
     except dcp.api.CheckpointException as error:
         reason, remedy = find_reasons(error)

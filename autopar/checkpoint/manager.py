@@ -371,6 +371,11 @@ class Checkpoints:
             raise RuntimeStateError(
                 f"{place.name} is damaged: {damage}", where=str(place), remedy=remedy
             )
+        if about.get("has_hooks") and rank() == 0:
+            log.warning(
+                "the weights are exported without the model's state dict hooks: the files contain"
+                " the values of parameters under their names"
+            )
         export(
             place, keys_of_model(place, about.get("tied", {})), Path(folder), dtype, max_file_bytes
         )
@@ -494,6 +499,7 @@ class Checkpoints:
             "world_size": num_ranks(),
             "run": run,
             "tied": tied,
+            "has_hooks": bool(holder.model_hooks.saving),
             "autopar": AUTOPAR_VERSION,
             "torch": torch.__version__,
         }

@@ -32,6 +32,7 @@ from autopar.checkpoint.contents import CONTENTS, contents_text, name_box, name_
 from autopar.checkpoint.safetensors_files import write_tensors
 from autopar.checkpoint.values import encode
 from autopar.errors import RuntimeStateError, size_text
+from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import by_all, rank
 
 Copy = Callable[[str, Tensor], Tensor]
@@ -98,7 +99,7 @@ def collect_parts(
     """
     writer = _Collector(copy)
     try:
-        with no_warning_if_alone():
+        with no_warning_if_alone(), announced("saves its part", is_aside=True):
             dcp.save(state, storage_writer=writer, planner=_SavePlanner())
     except dcp.api.CheckpointException as error:
         reason, remedy = find_reasons(error)

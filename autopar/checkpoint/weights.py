@@ -138,6 +138,7 @@ def load_weights(
         by_all(lambda: found["files"].read(found["pieces"]), str(path), _HALF)
     missing = tuple(dict.fromkeys(name for _, names in matched for name in names))
     if rank() == 0:
+        holder.model_hooks.log_not_run("load_weights", saves=False)
         read = (
             set(found["files"].files)
             if names is not None
@@ -167,7 +168,8 @@ def save_weights(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a compiled module's weights as safetensors files, which ``from_pretrained`` reads.
-    Every rank must call this.
+    Every rank must call this. The files contain the values of parameters and buffers under their
+    names. State dict hooks of the model, which expect full tensors, do not run, which is logged.
 
     Args:
         module: the result of `autopar.compile`.
@@ -185,6 +187,8 @@ def save_weights(
     """
     holder, into = holder_of(module), Path(folder)
     holder.check_values()
+    if rank() == 0:
+        holder.model_hooks.log_not_run("save_weights", saves=True)
     by_all(lambda: _check_format(dtype, max_file_bytes), str(into))
     with _writing_into(into) as written:
         # of tied parameters, only the first name is written

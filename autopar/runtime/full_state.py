@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from autopar.errors import RuntimeStateError
 from autopar.runtime.device_mesh import wrap_local
+from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import of_all, rank
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def whole_values(
 def _broadcast(value: Tensor | None, source: int) -> Tensor | None:
     """Broadcast the value of rank `source`; every rank must call this."""
     box = [value if rank() == source else None]
-    dist.broadcast_object_list(box, src=source)
+    with announced("gathers the full state", is_aside=True):
+        dist.broadcast_object_list(box, src=source)
     return box[0]
 
 

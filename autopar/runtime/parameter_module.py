@@ -461,6 +461,11 @@ class Holder(Drawing):
             return state
         return self._model_hooks.after_saving(self, state | self._extra_states)
 
+    @property
+    def model_hooks(self) -> StateDictHooks:
+        """The state dict hooks of the model."""
+        return self._model_hooks
+
     def extra_state_names(self) -> Collection[str]:
         """Return the state dict names of the results of ``get_extra_state``. The results are those
         from the time when the model was compiled."""
@@ -506,11 +511,19 @@ def _state_dict_hook(
 def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replace full tensors of a state dict by DTensors, and remove tensors of other stages. Tensors
     with a wrong shape are left for torch to report. The model's hooks run first, unless the state
-    dict is the compiled module's own, with DTensors."""
+    dict is the compiled module's own, with DTensors. With ``assign=True``, tied tensors are written
+    in place, since their names must remain names of one tensor."""
+    assigns = bool(rest and rest[0].get("assign_to_params_buffers"))
     if not any(isinstance(x, DTensor) for name, x in state.items() if name.startswith(prefix)):
         module._model_hooks.before_loading(module, state, prefix, rest)
+    if assigns:
+        _check_equal_ties(module, state, prefix)
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
+        if isinstance(value, Tensor) and (fault := _find_no_values(value)):
+            what = f"the state dict has no values of {name!r}: {fault}"
+            remedy = "pass a dense tensor with values, or leave it out and pass strict=False"
+            raise RuntimeStateError(what, remedy=remedy)
         if (
             isinstance(value, DTensor)
             or not isinstance(value, Tensor)
@@ -519,6 +532,8 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *r
             continue
         if isinstance(module.stored(name), DTensor):
             state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
+    if assigns:
+        _write_tied(module, state, prefix)
     for name in module._of_other_stages:
         state.pop(prefix + name, None)
     for name, value in module._extra_states.items():
@@ -529,3 +544,40 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *r
             raise RuntimeStateError(
                 message, remedy=("load it into the plain model, and compile the model again")
             )
+
+
+def _find_no_values(value: Tensor) -> str:
+    """Describe why a tensor of a state dict has no values to copy; empty if it has them."""
+    if value.is_meta:
+        return "it is on the meta device"
+    return "" if value.layout == torch.strided else f"it is a tensor of layout {value.layout}"
+
+
+def _check_equal_ties(module: Holder, state: Mapping[str, Any], prefix: str) -> None:
+    """Raise RuntimeStateError if a state dict has different values for the names of one tensor,
+    which ``assign=True`` would separate."""
+    for name, other in module._ties:
+        values = [state.get(prefix + each) for each in (name, other)]
+        if values[0] is values[1] or not all(isinstance(each, Tensor) for each in values):
+            continue
+        first, second = (x.to_local() if isinstance(x, DTensor) else x for x in values)
+        if not torch.equal(first, second):
+            what = (
+                f"assign=True: the state dict has different values of {name!r} and {other!r}, which"
+                " are one tensor of the program"
+            )
+            remedy = (
+                "pass equal values; or untie the tensors of the plain model, and compile it again"
+            )
+            raise RuntimeStateError(what, remedy=remedy)
+
+
+def _write_tied(module: Holder, state: dict[str, Any], prefix: str) -> None:
+    """Write the values of tied tensors in place, and replace them in the state dict by the tensors
+    of the module."""
+    for name in dict.fromkeys(name for pair in module._ties for name in pair):
+        value, held = state.get(prefix + name), module.stored(name)
+        if isinstance(value, Tensor) and value.shape == held.shape:
+            with torch.no_grad():
+                held.copy_(value)
+            state[prefix + name] = held

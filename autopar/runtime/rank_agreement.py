@@ -18,7 +18,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
@@ -27,8 +28,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from autopar.errors import RankError
+from autopar.errors import AutoparError, RankError
 from autopar.runtime.rank_differences import (
+    FAILS,
     Differences,
     End,
     Ends,
@@ -353,6 +355,28 @@ class announced:
         if of_collective and error is not None and self._agreement is not None:
             self._agreement.name_ended(error)
         return False
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """A context for work that all ranks do, and in which they communicate. If the work raises an
+    error on some ranks only, the other ranks raise an error that names these ranks and contains
+    their reason, instead of waiting for them.
+
+    Raises:
+        Exception: the error of this rank.
+    """
+    try:
+        yield
+    except RankError:  # all ranks have raised it
+        raise
+    except Exception as error:
+        what = error.what if isinstance(error, AutoparError) else str(error)
+        message = f"{FAILS}{type(error).__name__}: {what.strip()}"
+        # the other ranks compare this with their next operation, and this rank raises its own error
+        with suppress(RankError), announced(message, is_aside=True):
+            pass
+        raise
 
 
 def num_failures() -> int:

@@ -315,9 +315,27 @@ _ALIKE = (
 )
 
 
+FAILS = "cannot continue: "
+"""The beginning of the operation of a rank that has raised an error."""
+
+
 def _different_operations_error(what: str, ranks: Sequence[int] = ()) -> RankError:
     """Return the error for ranks that execute different operations."""
     return RankError(what, remedy=_ALIKE, ranks=ranks)
+
+
+def _failed_error(failed: Sequence[int], calls: Mapping[int, RankCall]) -> RankError:
+    """Return the error for ranks that have raised an error, of which the first is shown. If they
+    are the majority, the other ranks are those that differ."""
+    others = [rank for rank in calls if rank not in failed]
+    meanwhile = f"; rank {others[0]} {calls[others[0]]}" if others else ""
+    different = failed if 2 * len(failed) <= len(calls) else others
+    remedy = (
+        f"see the message of rank {failed[0]}; build the model, its batch and its options in the"
+        " same way on every rank"
+    )
+    shown = f"{_ranks(failed)} {calls[failed[0]]}{meanwhile}"
+    return RankError(shown, remedy=remedy, ranks=different)
 
 
 class Differences:
@@ -418,6 +436,8 @@ class Differences:
     def _of_groups(
         self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]
     ) -> RankError:
+        if failed := sorted(rank for rank, call in calls.items() if call.what.startswith(FAILS)):
+            return _failed_error(failed, calls)
         others = self._others(groups, calls)
         before = self._last_agreement(calls[groups[0][0]])
         if not others:

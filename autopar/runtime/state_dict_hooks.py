@@ -8,12 +8,15 @@ not keep the model alive.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,25 @@ class StateDictHooks:
             for hook in module._load_state_dict_pre_hooks.values()
         )
         return StateDictHooks(saving, loading)
+
+    def log_not_run(self, action: str, *, saves: bool) -> None:
+        """Log the hooks that an action does not run, since it transfers shards of parameters.
+
+        Args:
+            action: the name of the function.
+            saves: whether the action saves; otherwise it loads.
+        """
+        if found := self.saving if saves else self.loading:
+            paths = dict.fromkeys(hook.path or "the model" for hook in found)
+            log.warning(
+                "%s does not run the state dict hooks of %s: the files contain the values of"
+                " parameters under their names; %s",
+                action,
+                ", ".join(paths),
+                "pm.full_state_dict() runs the hooks"
+                if saves
+                else "pm.load_state_dict(state) runs the hooks",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHooks:
         """Return the hooks themselves, which hold no modules of the model."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from harness import run_processes
 
+import autopar
+
 pytestmark = pytest.mark.multiproc
 HERE = Path(__file__).parent
 Told = dict[str, tuple[str, tuple[int, ...]]]
@@ -83,6 +85,31 @@ def test_a_rank_that_compiles_with_other_options_is_refused() -> None:
         assert not ranks and "rank 0 compiles" in message and "rank 1 compiles" in message
 
 
+FAILS = {
+    "raise": ("CallError", "forward raises ValueError: sample 17 is broken"),
+    "width": ("PlanError", "the plan does not fit this call"),
+    "batch": ("PlanError", "the plan does not fit this call"),
+    "plan": ("PlanError", "cannot read plan 'missing'"),
+    "optimizer": ("AutoparError", "optimizer 'missing' is not known"),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "other"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_if_compiling_fails_on_one_rank_the_others_raise_its_reason_and_do_not_wait(
+    num_ranks: int, other: int
+) -> None:
+    told = run_processes(num_ranks, str(HERE / "worker_ranks.py"), "compile_failing", other)
+    for kind, (error, reason) in FAILS.items():
+        for rank, (name, message, ranks) in enumerate(each[kind] for each in told):
+            if rank == other:
+                assert name == error and reason in message, message
+            else:
+                assert name == "RankError" and ranks == (other,), message
+                assert f"rank {other} cannot continue: {error}: {reason}" in message
+
+
 KILLED = "rank 1 has ended: it was killed (by the system if memory ran out), or called os._exit"
 ENDS = {
     "raise": "rank 1 has ended: it raised ValueError: sample 17 is broken",
@@ -119,6 +146,15 @@ def test_the_other_ranks_report_how_a_rank_ended(what: str) -> None:
     for rank in (0, 2):
         assert f"[rank{rank}]: autopar.errors.RankError: {ENDS[what]}" in done.stderr, done.stderr
     assert what != "raise" or "[rank1]: ValueError: sample 17 is broken" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_other_ranks_report_a_rank_that_ended_while_all_save(tmp_path: Path) -> None:
+    done = launched(f"saving {tmp_path}")
+    assert done.returncode != 0
+    for rank in (0, 2):
+        assert f"[rank{rank}]: autopar.errors.RankError: {KILLED}" in done.stderr, done.stderr
+    assert autopar.Checkpoints(tmp_path).steps() == ()
 
 
 @pytest.mark.slow

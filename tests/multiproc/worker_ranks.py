@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.constraints import ddp, fsdp, pipeline, tensor_parallel
-from autopar.errors import RankError
+from autopar.errors import AutoparError, RankError
 
 PLANS: dict[str, Any] = {
     "ddp": ddp(),
@@ -173,4 +173,43 @@ def compile_unlike(rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
                 **(options if rank else {}),
             )
         )
+    return told
+
+
+class Unlike(Net):
+    """A model whose forward raises an error on some ranks, or whose layers have other sizes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "width":
+            self.layers = nn.ModuleList((nn.Linear(8, 16), nn.Linear(16, 8)))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if self.kind == "raise":
+            raise ValueError("sample 17 is broken")
+        return super().forward(x, scale)
+
+
+FAILURES = ("raise", "width", "batch", "plan", "optimizer")
+
+
+def compile_failing(rank: int, other: int) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """Return the class, the text and the ranks of each rank's error if compiling fails only on the
+    rank `other`, which continues to run, by the reason."""
+    told = {}
+    for kind in FAILURES:
+        is_other = rank == other
+        options: dict[str, Any] = {
+            "example_inputs": (torch.ones(6 if is_other and kind == "batch" else 12, 8),),
+            "hardware": "cpu-gloo",
+        }
+        if is_other and kind in ("plan", "optimizer"):
+            options[kind] = "missing"
+        try:
+            autopar.compile(Unlike(kind if is_other else ""), **options)
+            told[kind] = ("", "", ())
+        except AutoparError as error:
+            told[kind] = (type(error).__name__, str(error), getattr(error, "ranks", ()))
+        Training("ddp").step()  # all ranks can go on
     return told

@@ -222,6 +222,16 @@ def _copied(module: Any) -> nn.Parameter:
     return nn.Parameter(module.last.weight.detach().clone())
 
 
+def _on_meta() -> dict[str, Tensor]:
+    return {"body.weight": torch.ones(4, 4, device="meta")}
+
+
+def _assign_tied(module: Any, last: float) -> None:
+    """Assign ones to the first name of a tied tensor, and another number to its other name."""
+    state = {"first.weight": torch.ones(4, 4), "last.weight": torch.full((4, 4), last)}
+    module.load_state_dict(state, assign=True, strict=False)
+
+
 def _untied() -> object:
     plain = Tied()
     plain.last.weight = nn.Parameter(plain.first.weight.detach().clone())
@@ -410,6 +420,21 @@ STANDING: dict[str, Program] = {
         _pair(_saved),
     ),
     "runtime/parameter_module.py _load_state_dict_hook 0": Program(
+        _pair(lambda plain, module: module.load_state_dict(_on_meta(), strict=False)),
+        "leave it out and pass strict=False",
+        _pair(lambda plain, module: module.load_state_dict({}, strict=False)),
+    ),
+    "runtime/parameter_module.py _check_equal_ties 0": Program(
+        _pair(lambda plain, module: _assign_tied(module, 0.0), Tied),
+        "pass equal values",
+        _pair(lambda plain, module: _assign_tied(module, 1.0), Tied),
+    ),
+    "runtime/parameter_module.py _check_equal_ties 0 | untied": Program(
+        _pair(lambda plain, module: _assign_tied(module, 0.0), Tied),
+        "or untie the tensors of the plain model, and compile it again",
+        _untied,
+    ),
+    "runtime/parameter_module.py _load_state_dict_hook 1": Program(
         _pair(_state(True)),
         "load it into the plain model, and compile the model again",
         _pair(_state(False)),

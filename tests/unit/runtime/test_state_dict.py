@@ -129,3 +129,50 @@ def test_a_checkpoint_does_not_contain_extra_state(tmp_path: Path) -> None:
     assert autopar.Checkpoints(tmp_path).load(other, average=average) == 1
     for made in (other, average.module):
         assert made.full_state_dict()["a.weight"].equal(module.full_state_dict()["a.weight"])
+
+
+def test_assigned_tied_tensors_remain_one_tensor() -> None:
+    module, other = compiled(Net(), example_inputs=(X,)), Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = {name: x for name, x in other.state_dict().items() if name != "_extra_state"}
+    module.load_state_dict(state, assign=True, strict=False)
+    assert module.a.weight is module.b.weight
+    assert all(torch.equal(module.full_state_dict()[name], x) for name, x in state.items())
+    assert module(X).item() == pytest.approx(other(X).item(), rel=1e-6)
+    own = {name: x.detach().clone() for name, x in module.state_dict().items() if "." in name}
+    for name in ("a.weight", "b.weight"):
+        own[name] = own[name] + 1.0
+    module.load_state_dict(own, assign=True, strict=False)
+    assert torch.equal(module.full_state_dict()["b.weight"], other.a.weight.detach() + 1.0)
+    module(X).backward()
+    optimizer.step()
+    assert not torch.equal(module.full_state_dict()["b.weight"], other.a.weight.detach() + 1.0)
+
+
+def test_different_values_of_tied_tensors_are_not_assigned() -> None:
+    module = compiled(Net(), example_inputs=(X,))
+    before = module.full_state_dict()
+    state = {"a.weight": torch.ones(4, 4), "b.weight": torch.zeros(4, 4)}
+    with pytest.raises(
+        RuntimeStateError, match=r"different values of 'b.weight' and 'a.weight', which are one"
+    ):
+        module.load_state_dict(state, assign=True, strict=False)
+    assert torch.equal(module.full_state_dict()["a.weight"], before["a.weight"])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.ones(4, device="meta"), "it is on the meta device"),
+        (torch.ones(4).to_sparse(), "it is a tensor of layout torch.sparse_coo"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.bias", "gain"])
+def test_tensors_without_values_are_not_loaded(value: Tensor, reason: str, name: str) -> None:
+    module = compiled(Net(), example_inputs=(X,))
+    before = module.full_state_dict()
+    with pytest.raises(
+        RuntimeStateError, match=f"the state dict has no values of '{name}': {reason}"
+    ):
+        module.load_state_dict({name: value}, strict=False)
+    assert torch.equal(module.full_state_dict()[name], before[name])

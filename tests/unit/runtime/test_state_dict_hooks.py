@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,23 @@ def test_a_parametrized_model_loads_names_of_the_earlier_weight_norm() -> None:
     module.load_state_dict(dict(earlier))
     torch.testing.assert_close(module(X), plain(X))
     assert module.full_state_dict().keys() == plain.state_dict().keys()
+
+
+def test_saving_and_loading_of_shards_logs_hooks_that_do_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def register(body: Any) -> None:
+        body._register_state_dict_hook(lambda *args: body.save(*args))
+        body._register_load_state_dict_pre_hook(body.load)
+
+    for hooked in (True, False):
+        net = Net(register if hooked else lambda body: None)
+        module = autopar.compile(net, example_inputs=(X,), hardware="cpu-gloo")
+        caplog.clear()
+        autopar.save_weights(module, tmp_path / "weights")
+        autopar.load_weights(module, tmp_path / "weights")
+        autopar.Checkpoints(tmp_path / f"run {hooked}").save(1, module)
+        autopar.Checkpoints(tmp_path / f"run {hooked}").export(tmp_path / "exported")
+        for words in ("save_weights does not run", "load_weights does not run"):
+            assert (f"{words} the state dict hooks of body" in caplog.text) == hooked
+        assert ("exported without the model's state dict hooks" in caplog.text) == hooked
