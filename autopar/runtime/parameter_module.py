@@ -518,20 +518,9 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *r
         module._model_hooks.before_loading(module, state, prefix, rest)
     if assigns:
         _check_equal_ties(module, state, prefix)
-    for name, stored in module._names.items():
-        value, storage = state.get(prefix + name), module._storages[stored]
-        if isinstance(value, Tensor) and (fault := _find_no_values(value)):
-            what = f"the state dict has no values of {name!r}: {fault}"
-            remedy = "pass a dense tensor with values, or leave it out and pass strict=False"
-            raise RuntimeStateError(what, remedy=remedy)
-        if (
-            isinstance(value, DTensor)
-            or not isinstance(value, Tensor)
-            or tuple(value.shape) != storage.tensor.shape
-        ):
-            continue
-        if isinstance(module.stored(name), DTensor):
-            state[prefix + name] = storage.distribute(value.to(storage.tensor.dtype))
+    for name in module._names:
+        if isinstance(value := state.get(prefix + name), Tensor):
+            state[prefix + name] = _as_stored(module, name, value)
     if assigns:
         _write_tied(module, state, prefix)
     for name in module._of_other_stages:
@@ -544,6 +533,26 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *r
             raise RuntimeStateError(
                 message, remedy=("load it into the plain model, and compile the model again")
             )
+
+
+def _as_stored(module: Holder, name: str, value: Tensor) -> Tensor:
+    """Return a tensor of a state dict as a DTensor if the module holds a DTensor under its name.
+
+    Raises:
+        RuntimeStateError: if the tensor has no values.
+    """
+    if fault := _find_no_values(value):
+        what = f"the state dict has no values of {name!r}: {fault}"
+        remedy = "pass a dense tensor with values, or leave it out and pass strict=False"
+        raise RuntimeStateError(what, remedy=remedy)
+    storage = module._storages[module._names[name]]
+    if (
+        isinstance(value, DTensor)
+        or tuple(value.shape) != storage.tensor.shape
+        or not isinstance(module.stored(name), DTensor)
+    ):
+        return value
+    return storage.distribute(value.to(storage.tensor.dtype))
 
 
 def _find_no_values(value: Tensor) -> str:

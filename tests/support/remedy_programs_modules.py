@@ -419,7 +419,7 @@ STANDING: dict[str, Program] = {
         "the result of autopar.compile(model, example_inputs=batch)",
         _pair(_saved),
     ),
-    "runtime/parameter_module.py _load_state_dict_hook 0": Program(
+    "runtime/parameter_module.py _as_stored 0": Program(
         _pair(lambda plain, module: module.load_state_dict(_on_meta(), strict=False)),
         "leave it out and pass strict=False",
         _pair(lambda plain, module: module.load_state_dict({}, strict=False)),
@@ -434,7 +434,7 @@ STANDING: dict[str, Program] = {
         "or untie the tensors of the plain model, and compile it again",
         _untied,
     ),
-    "runtime/parameter_module.py _load_state_dict_hook 1": Program(
+    "runtime/parameter_module.py _load_state_dict_hook 0": Program(
         _pair(_state(True)),
         "load it into the plain model, and compile the model again",
         _pair(_state(False)),
