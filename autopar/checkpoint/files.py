@@ -365,21 +365,31 @@ class Background:
             _mark_failed(self._saving, error)
 
 
+def _marker(saving: Saving, number: int, kind: str) -> Path:
+    """Return the marker file of a rank."""
+    return saving.place / f"rank_{number:05d}{kind}"
+
+
 def _mark(saving: Saving, kind: str, content: Any) -> None:
     """Write a marker file atomically."""
-    path = saving.place / f"rank_{saving.rank:05d}{kind}"
+    path = _marker(saving, saving.rank, kind)
     temporary = path.with_suffix(f"{kind}.tmp")
     write_bytes(temporary, json.dumps(content).encode())
     temporary.rename(path)
 
 
 def _mark_failed(saving: Saving, error: BaseException) -> None:
-    """Write the marker of a failure for the first rank. If this also fails, the first rank waits
-    for `WITHIN_S`."""
+    """Write the marker of a failure for the first rank. On a full disk, the marker is an empty
+    file, which needs no space. If this also fails, the first rank waits for `WITHIN_S`."""
+    with contextlib.suppress(OSError):  # it may be what fills the disk
+        (saving.place / saving.parts.file).unlink()
     try:
         _mark(saving, _FAILED, f"{type(error).__name__}: {error}")
-    except OSError as reason:
-        log.error("rank %d cannot report this to rank 0: %s", saving.rank, reason)
+    except OSError:
+        try:
+            _marker(saving, saving.rank, _FAILED).touch()
+        except OSError as reason:
+            log.error("rank %d cannot report this to rank 0: %s", saving.rank, reason)
 
 
 def _collect_marks(saving: Saving) -> dict[str, int]:
@@ -394,9 +404,10 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
     while missing:
         gone = gone_ranks()  # before the markers, which a process writes before it ends
         for other in sorted(missing):
-            failed, done = (saving.place / f"rank_{other:05d}{kind}" for kind in (_FAILED, _DONE))
+            failed, done = (_marker(saving, other, kind) for kind in (_FAILED, _DONE))
             if failed.exists():
-                message = read_json(failed.read_text())
+                text = failed.read_text()
+                message = read_json(text) if text else "see its log"
                 raise RuntimeStateError(
                     f"rank {other} could not write its part: {message}", remedy=_FREE_SPACE
                 )

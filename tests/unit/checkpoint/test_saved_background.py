@@ -350,3 +350,30 @@ def test_no_exception_of_a_background_save_is_lost(
         RuntimeStateError, match=f"step 1 was not saved in the background: {kind.__name__}: stopped"
     ):
         run.checkpoints.wait()
+
+
+def test_a_rank_reports_its_failure_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_disk(path: Path, *_: Any) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    run = Training(tmp_path)
+    saving = run.checkpoints._collect(1, run.module, None, {}, None)
+    first, second = (
+        files.Saving(
+            **{name: getattr(saving, name) for name in saving.__slots__}
+            | {"rank": rank, "num_ranks": 2}
+        )
+        for rank in (0, 1)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_parts, "write_tensors", fill_disk)
+        patch.setattr(files, "write_bytes", fill_disk)
+        with pytest.raises(RuntimeStateError, match="No space left"):
+            files.Background(second, lambda *_: None).result()
+    assert not (saving.place / saving.parts.file).exists(), "the partial file is removed"
+    monkeypatch.setattr(files, "WITHIN_S", 5.0)
+    with pytest.raises(RuntimeStateError, match="rank 1 could not write its part: see its log"):
+        files.Background(first, lambda *_: None).result()
