@@ -392,6 +392,17 @@ def _mark_failed(saving: Saving, error: BaseException) -> None:
             log.error("rank %d cannot report this to rank 0: %s", saving.rank, reason)
 
 
+def _check_failed(saving: Saving, other: int) -> None:
+    """Raise RuntimeStateError if a rank has written the marker of a failure."""
+    failed = _marker(saving, other, _FAILED)
+    if failed.exists():
+        text = failed.read_text()
+        message = read_json(text) if text else "see its log"
+        raise RuntimeStateError(
+            f"rank {other} could not write its part: {message}", remedy=_FREE_SPACE
+        )
+
+
 def _collect_marks(saving: Saving) -> dict[str, int]:
     """Wait for the markers of all ranks. Return the checksums of all files.
 
@@ -404,13 +415,8 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
     while missing:
         gone = gone_ranks()  # before the markers, which a process writes before it ends
         for other in sorted(missing):
-            failed, done = (_marker(saving, other, kind) for kind in (_FAILED, _DONE))
-            if failed.exists():
-                text = failed.read_text()
-                message = read_json(text) if text else "see its log"
-                raise RuntimeStateError(
-                    f"rank {other} could not write its part: {message}", remedy=_FREE_SPACE
-                )
+            _check_failed(saving, other)
+            done = _marker(saving, other, _DONE)
             if done.exists():
                 sums |= read_json(done.read_text())
                 done.unlink()

@@ -24,7 +24,7 @@ from autopar.program.program import ProgramTensor
 from autopar.runtime import device_mesh, rank_agreement, rank_comm, rank_consistency
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.rank_agreement import Agreement
-from autopar.runtime.rank_differences import End
+from autopar.runtime.rank_differences import FAILS, End
 from tests.support import handwritten
 from tests.support.remedy_programs import Program
 from tests.support.remedy_programs_modules import two_ranks
@@ -149,6 +149,10 @@ def _same(rank: int, each: Agreement) -> None:
 
 def _differ(rank: int, each: Agreement) -> None:
     each.begin("saves" if rank else "calls the model", True)
+
+
+def _one_fails(rank: int, each: Agreement) -> None:
+    each.begin(f"{FAILS}ValueError: no data" if rank else "compiles Net")
 
 
 def _one_ends(rank: int, each: Agreement) -> None:
@@ -362,6 +366,11 @@ ALIKE: dict[str, Program] = {
         _meet(_differ, steps=0),
         "in the same order and the same number of times on every rank",
         _meet(_same, steps=0),
+    ),
+    "runtime/rank_differences.py _failed_error 0": Program(
+        _meet(_one_fails),
+        "build the model, its batch and its options in the same way on every rank",
+        _meet(_same),
     ),
     "runtime/rank_differences.py Differences.of 0": Program(
         _meet(_one_comes, limit_s=0.1),

@@ -361,10 +361,10 @@ FOLDERS: dict[str, Program] = {
         "free disk space",
         run_of(_in_background),
     ),
-    "checkpoint/files.py _collect_marks 0": Program(
+    "checkpoint/files.py _check_failed 0": Program(
         _marks("failed"), "free disk space", _marks("done")
     ),
-    "checkpoint/files.py _collect_marks 1": Program(
+    "checkpoint/files.py _collect_marks 0": Program(
         _marks(""), "check these ranks", _marks("done")
     ),
 }

@@ -200,7 +200,32 @@ DAMAGE = [
     (_drop("efficiency", "indexing"), "efficiency.indexing is missing"),
     (
         _set("efficiency", "elementwise", "value", value=1.2),
-        "efficiency.elementwise.value is a share",
+        "efficiency.elementwise.value must be between 1e-06 and 1, got 1.2",
+    ),
+    # numbers that no device has, and with which sums or quotients are not finite
+    (
+        _set("efficiency", "elementwise", "value", value=5e-324),
+        "efficiency.elementwise.value must be between 1e-06 and 1",
+    ),
+    (
+        _set("device_memory_bytes", "value", value=5e-324),
+        r"device_memory_bytes.value must be between 1 and 1e\+30",
+    ),
+    (
+        _set("memory_bandwidth_bytes_per_s", "value", value=1e-300),
+        r"memory_bandwidth_bytes_per_s.value must be between 1 and 1e\+30",
+    ),
+    (
+        _set("launch_overhead_s", "value", value=1e308),
+        r"launch_overhead_s.value must be between 1e-12 and 100000",
+    ),
+    (
+        _set(*POINTS, 3, "time_s", value=1e308),
+        r"all_reduce.points\[3\].time_s must be between 1e-12 and 100000",
+    ),
+    (
+        _set(*POINTS, 3, "num_devices", value=0.5),
+        r"all_reduce.points\[3\].num_devices must be between 1 and 1e\+30",
     ),
     (_drop("links", "inter"), "links.inter is missing"),
     (_set("links", "moon", value={}), "links.moon is not a known field"),

@@ -49,6 +49,12 @@ _POINT_SIZE = {
 }
 
 
+_RANGES = {"s": (1e-12, 1e5), "1": (1e-6, 1.0)}
+"""The least and the largest positive number of a unit."""
+_RANGE = (1.0, 1e30)
+"""The range of the other units: bytes, flops and their rates, and sizes."""
+
+
 class ProfileReader:
     """Reads and checks the fields of one profile, and collects its figures by dotted path.
 
@@ -120,14 +126,22 @@ class ProfileReader:
         return value
 
     def number(
-        self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False
+        self,
+        data: Mapping[str, Any],
+        name: str,
+        path: str = "",
+        *,
+        unit: str = "",
+        zero: bool = False,
     ) -> float:
-        """Read a field that is a finite positive number.
+        """Read a field that is a positive number, in a range that no device leaves. Sums and
+        quotients of such numbers are finite.
 
         Args:
             data: the object that holds the field.
             name: name of the field.
             path: dotted path of the object.
+            unit: the unit of the number, which decides its range.
             zero: whether 0 is allowed, too.
         """
         value = data.get(name)
@@ -140,6 +154,11 @@ class ProfileReader:
         if value < 0 or (value == 0 and not zero):
             raise self.error(
                 path + name, f"must be {'0 or more' if zero else 'above 0'}, got {value!r:.60}"
+            )
+        least, most = _RANGES.get(unit, _RANGE)
+        if value != 0 and not least <= value <= most:
+            raise self.error(
+                path + name, f"must be between {least:g} and {most:g}, got {value!r:.60}"
             )
         return value
 
@@ -183,11 +202,7 @@ class ProfileReader:
         figure = self.mapping(data.get(name), path + name)
         inner = f"{path}{name}."
         self.no_more(figure, ("value", "unit", "source", "date"), inner)
-        value = self.number(figure, "value", inner, zero=zero)
-        if unit == "1" and value > 1:
-            raise self.error(
-                f"{inner}value", f"is a share and must not be above 1, got {value!r:.60}"
-            )
+        value = self.number(figure, "value", inner, unit=unit, zero=zero)
         source, day = self.origin(figure, inner, unit)
         self.figures[path + name] = Figure(value, unit, source, day)
         return value
@@ -299,7 +314,8 @@ def _collective_curves(
         for i, point in enumerate(reader.points(measured, kind, path)):
             path_text = f"{path}{kind}.points[{i}]."
             values = [
-                reader.number(point, name, path_text) for name in ("num_devices", "bytes", "time_s")
+                *(reader.number(point, name, path_text) for name in ("num_devices", "bytes")),
+                reader.number(point, "time_s", path_text, unit="s"),
             ]
             sizes.setdefault(int(values[0]), []).append((values[1], values[2]))
         curves[kind] = {
@@ -321,7 +337,7 @@ def compute_curves(reader: ProfileReader, data: Mapping[str, Any]) -> dict[tuple
             ) * (2 if kind == "matmul" else 1)
             dtype = reader.text(point, "dtype", path_text) if kind in FLOP_KINDS else ""
             groups.setdefault((kind, dtype), []).append(
-                (size, reader.number(point, "time_s", path_text))
+                (size, reader.number(point, "time_s", path_text, unit="s"))
             )
     return {key: Curve.curve_through(points) for key, points in groups.items()}
 
