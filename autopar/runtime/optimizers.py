@@ -435,7 +435,8 @@ def describe_step(optimizer: Optimizer) -> str:
             + [("gradients", sum(p.grad is not None for p in group["params"]))]
             for group in optimizer.param_groups
         ]
-    groups.append([("states", sum(bool(state) for state in optimizer.state.values()))])
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    groups.append([("states", sum(map(bool, states)))])
     rates = dict.fromkeys(str(value) for group in groups for name, value in group if name == "lr")
     digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()
     shown = ", ".join([*rates][:_SHOWN_RATES])
