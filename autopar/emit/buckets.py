@@ -11,7 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -30,6 +31,8 @@ from autopar.plans import Bucket, Plan
 from autopar.program.program import LazyGraphModule, StageProgram
 
 _OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that is not copied to results
+Emitted = tuple[str, str, Any]
+"""An entry of `StageProgram.collectives`."""
 
 
 class WaitingError(ChangedPlanError):
@@ -94,7 +97,7 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
     """
     if not plan.buckets:
         return program
-    emitted = list(program.collectives)
+    emitted, within = list[Emitted](), Counter[Emitted]()
     remaining = dict(enumerate(plan.buckets))
     changed: dict[str, fx.GraphModule] = {}
     for name in ("forward", "backward", "begin", "end"):
@@ -117,10 +120,10 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
                 module, _rebuilt(module.graph, together, program.mesh.shape)
             )
             for bucket_nodes in together:
-                for step in bucket_nodes.steps:
-                    emitted.remove(
-                        (step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"])
-                    )
+                within.update(
+                    (step.meta["phase"], step.meta["moved"].name[1], step.meta["collective"])
+                    for step in bucket_nodes.steps
+                )
                 emitted.append(
                     (
                         bucket_nodes.bucket.phase,
@@ -134,7 +137,18 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
             f"a bucket in {bucket.phase}, starting with {first}, has collectives that no graph of"
             " the program runs"
         )
-    return replace(program, **changed, collectives=tuple(emitted))
+    alone = _without_first(program.collectives, within)
+    return replace(program, **changed, collectives=(*alone, *emitted))
+
+
+def _without_first(emitted: Iterable[Emitted], within: Counter[Emitted]) -> Iterator[Emitted]:
+    """Iterate over collectives, without the first ones that are in buckets."""
+    left = within.copy()
+    for each in emitted:
+        if left[each] > 0:
+            left[each] -= 1
+        else:
+            yield each
 
 
 def buckets_without(program: StageProgram, nodes: Collection[fx.Node]) -> tuple[Bucket, ...]:

@@ -163,20 +163,17 @@ class Groups:
                 only the first step of a tensor in a group is included, since later steps wait for
                 it.
         """
-        members: dict[_Name, list[fx.Node]] = {}
+        members, known = dict[_Name, list[fx.Node]](), dict[_Name, bool]()
         for name in ("forward", "backward", "begin", "end"):
             module, turns = getattr(program, name), Counter[_Name]()
             for node in module.graph.nodes if module is not None else ():
-                if can_share(node, self.mesh.shape) and self._gains(node):
-                    c, tensor = (
-                        node.meta["collective"],
-                        (node.meta["moved"].node, node.meta["moved"].result),
-                    )
+                if can_share(node, self.mesh.shape) and self._gains(node, known):
+                    c, moved = node.meta["collective"], node.meta["moved"]
+                    tensor = moved.node, moved.result
                     turn = turns[tensor] if by_turn else 0
                     turns[tensor] += 1
-                    members.setdefault(
-                        (name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op, turn), []
-                    ).append(node)
+                    alike = name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op, turn
+                    members.setdefault(alike, []).append(node)
         groups = [_without_later_steps(nodes) for nodes in members.values()]
         return sorted(
             (nodes for nodes in groups if len(nodes) > 1),
@@ -217,9 +214,14 @@ class Groups:
             filled += size
         return tuple(self.bucket(piece) for piece in pieces if len(piece) > 1)
 
-    def _gains(self, step: fx.Node) -> bool:
-        """Whether two communications of this size are faster in one bucket."""
-        return self.bucket((step, step)).saved_s > 0.0
+    def _gains(self, step: fx.Node, known: dict[_Name, bool]) -> bool:
+        """Whether two communications of this size are faster in one bucket. `known` has the results
+        for equal communications, as of equal layers."""
+        m: Moved = step.meta["moved"]
+        alike = step.meta["collective"], m.phase, m.shape, m.source, m.target, self.times[m.name]
+        if alike not in known:
+            known[alike] = self.bucket((step, step)).saved_s > 0.0
+        return known[alike]
 
 
 def _without_later_steps(steps: Sequence[fx.Node]) -> list[fx.Node]:

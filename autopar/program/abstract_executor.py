@@ -223,10 +223,10 @@ class Operands:
     def token(self, x: Any) -> Any:
         """Return the hashable form of an argument."""
         kind = type(x)
+        if kind is fx.Node:
+            return self._of_value(self.env[x])
         if kind in _LITERALS:
             return kind, x
-        if isinstance(x, fx.Node):
-            return self._of_value(self.env[x])
         if isinstance(x, list | tuple):
             return tuple(map(self.token, x))
         if isinstance(x, dict):

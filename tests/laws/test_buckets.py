@@ -323,6 +323,28 @@ def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(k
     assert verify_program(prepared.trace, program, model, (), batch).ok
 
 
+def test_equal_communications_of_equal_layers_are_priced_in_a_bucket_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
+    serial = emit_stage(trace, replace(made.plan, buckets=(), overlap=Overlap()))
+    groups, priced, price = Groups.of(made.plan, H100, 1), list[object](), Groups.bucket
+
+    def watched(self: Groups, steps: Any) -> Bucket:
+        if len(steps) == 2 and steps[0] is steps[1]:
+            priced.append(steps[0])
+        return price(self, steps)
+
+    monkeypatch.setattr(Groups, "bucket", watched)
+    found = groups.of_program(serial)
+    num = len(priced)
+    monkeypatch.setattr(
+        Groups, "_gains", lambda self, step, _: self.bucket((step, step)).saved_s > 0
+    )
+    assert groups.of_program(serial) == found
+    assert 0 < num < (len(priced) - num) / 2, "each kind once"
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_the_savings_of_buckets_match_the_prediction(case: tuple[str, str, str, int]) -> None:
     made = planned(*case)[3]
