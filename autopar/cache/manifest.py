@@ -32,7 +32,8 @@ from autopar.cache.origin import (
 )
 from autopar.cache.walk import CodeName, Opaque, Walk
 from autopar.capture import Trace
-from autopar.capture.side_effects import value_at
+from autopar.capture.outside_values import value_at
+from autopar.capture.stamps import FunctionStamp, Trait
 from autopar.capture.trace import ArrayStamp, KnownBuffer, OutsideValue, Stamp
 
 _OF_DATACLASSES = "__create_fn__.<locals>."  # prefix of generated methods of dataclasses
@@ -40,6 +41,7 @@ _NAMESPACES = frozenset(("aten", "prims", "prim", "autopar"))
 _OWN_FUNCTIONS = ("torch", "autopar", "_operator", "math", "builtins", "operator")
 _DEPTH = 3  # largest nesting of dicts, objects and classes
 _KEYS = (str, int)  # types of container keys that JSON supports
+_VALUES = (str, int, float, bool, type(None))  # types of values that JSON supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +198,17 @@ def _outside(each: OutsideValue, walk: Walk) -> Any:
     Raises:
         Opaque: if the value was not hashed and cannot be recorded.
     """
+    if isinstance(each.value, FunctionStamp | Trait):
+        return None  # the key or `Manifest.functions` covers the code
     if isinstance(each.value, ArrayStamp):
         raise Opaque(f"forward reads the {each.name}, which is an array")
     if isinstance(each.value, Stamp):
         if id(each.value.tensor()) in walk.followed.tensors:
             return None
     elif isinstance(each.holder, str):
-        if all(attribute or isinstance(key, _KEYS) for attribute, key in each.steps):
+        if type(each.value) in _VALUES and all(
+            attribute or isinstance(key, _KEYS) for attribute, key in each.steps
+        ):
             return each.holder, each.steps, type(each.value).__name__, each.value
     elif id(each.holder) in walk.followed.cells or id(each.holder) in walk.followed.namespaces:
         return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
@@ -25,7 +25,9 @@ from autopar.cache.walk import Followed, Opaque
 from autopar.capture import Trace
 from autopar.capture.dynamo.fakes import fake_like, is_fake, new_fake_mode, no_modes
 from autopar.capture.hugging_face import register_types
-from autopar.capture.side_effects import of_the_model
+from autopar.capture.module_values import of_the_model
+from autopar.capture.outside_values import value_at
+from autopar.capture.stamps import FunctionStamp, Trait, renewed
 from autopar.capture.trace import (
     Folding,
     Input,
@@ -235,7 +237,7 @@ def _read_spec(text: str) -> Any:
 def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
     is_stamp = isinstance(getattr(each, "value", None), Stamp)
     if isinstance(each, ModuleAttribute):  # a stamp is created again from the model's tensor
-        return ["module", each.path, each.name, None if is_stamp else writer.value(each.value)]
+        return ["module", each.path, each.name, None if is_stamp else _stamp(each.value, writer)]
     if not isinstance(each, OutsideValue):
         raise Opaque(f"a capture that depends on a {type(each).__name__} cannot be stored")
     if isinstance(each.holder, str):
@@ -249,7 +251,15 @@ def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
     if is_stamp:
         raise Opaque(f"the {each.name} is a tensor")
     steps = [[attribute, writer.value(key)] for attribute, key in each.steps]
-    return ["outside", each.name, holder, steps, writer.value(each.value)]
+    return ["outside", each.name, holder, steps, _stamp(each.value, writer)]
+
+
+def _stamp(value: Any, writer: _Writer) -> Any:
+    if isinstance(value, FunctionStamp):  # it is created again from the function
+        return ["function"]
+    if isinstance(value, Trait):
+        return ["trait", value.kind, writer.value(value.of)]
+    return writer.value(value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -368,11 +378,27 @@ def _read_attribute(
     data: Any, followed: Followed, reader: _Reader
 ) -> ModuleAttribute | OutsideValue:
     if data[0] == "module":
-        return ModuleAttribute(data[1], data[2], reader.value(data[3]))
+        return ModuleAttribute(data[1], data[2], _read_stamp(data[3], reader))
     _, name, holder, steps, value = data
     if isinstance(holder, list):
         kind, number = holder
         held = followed.cells if kind == "cell" else followed.namespaces
         holder = list(held.values())[number]
     read = tuple((attribute, reader.value(key)) for attribute, key in steps)
-    return OutsideValue(name, holder, read, reader.value(value))
+    found = OutsideValue(name, holder, read, _read_stamp(value, reader))
+    if not isinstance(found.value, FunctionStamp | Trait):
+        return found
+    try:
+        return replace(found, value=renewed(found.value, value_at(holder, read)))
+    except (AttributeError, LookupError, TypeError) as error:
+        raise Opaque(f"the {name} cannot be found again") from error
+
+
+def _read_stamp(value: Any, reader: _Reader) -> Any:
+    """Return a value that `_stamp` converted. The stamp of a function and the value of a trait are
+    not those of this process yet."""
+    if isinstance(value, list) and value[0] == "function":
+        return FunctionStamp.of(None)
+    if isinstance(value, list) and value[0] == "trait":
+        return Trait(value[1], reader.value(value[2]), None)
+    return reader.value(value)

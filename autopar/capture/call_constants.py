@@ -6,7 +6,7 @@ program. The constants are
 - numbers, strings, bytes, None and Ellipsis,
 - dtypes, devices, layouts and memory formats of torch,
 - members of an `enum.Enum`,
-- numpy's float64, int64 and complex128, whose arithmetic is that of Python's numbers,
+- NumPy's numbers, booleans and strings, whose dtype decides how NumPy rounds,
 - frozen dataclasses whose fields are constants, or tuples of constants.
 
 Other objects may change after the capture, or cannot be compared. They are refused
@@ -18,14 +18,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.core.same_values import is_plain, is_same
+from autopar.core.same_values import is_numpy, is_plain, is_same
 
-_OF_NUMPY = (numpy.float64, numpy.int64, numpy.complex128)
 _OF_GRAPHS = (Tensor, bool, int, float, str, type(None))  # AOTAutograd accepts these leaves
 _MISSING = object()  # the value of a field that was deleted
 
@@ -34,7 +32,7 @@ def is_constant(value: Any) -> bool:
     """Return whether a leaf of a call is a constant."""
     if isinstance(value, torch.Size):  # a structure of leaves
         return False
-    if is_plain(value) or isinstance(value, _OF_NUMPY):
+    if is_plain(value):
         return True
     return _is_frozen(value) and all(map(_is_constant_field, _fields_of(value)))
 
@@ -63,20 +61,17 @@ def same_constant(one: Any, other: Any) -> bool:
         return same_constant(tuple(_fields_of(one)), tuple(_fields_of(other)))
     if type(one) is tuple:
         return len(one) == len(other) and all(map(same_constant, one, other))
-    if isinstance(one, _OF_NUMPY):
-        return is_same(one.item(), other.item())
     return is_same(one, other)
-
-
-def as_traced(value: Any) -> Any:
-    """Return the value that Dynamo traces for a leaf: a Python number for a number of numpy, which
-    Dynamo would convert to a tensor."""
-    return value.item() if isinstance(value, _OF_NUMPY) else value
 
 
 def without_constants(tree: Any) -> Any:
     """Return a structure of leaves with None instead of the constants that AOTAutograd rejects,
     which Dynamo's graph no longer reads."""
     return pytree.tree_map(
-        lambda leaf: None if not isinstance(leaf, _OF_GRAPHS) and is_constant(leaf) else leaf, tree
+        lambda leaf: (
+            leaf
+            if (isinstance(leaf, _OF_GRAPHS) and not is_numpy(leaf)) or not is_constant(leaf)
+            else None
+        ),
+        tree,
     )

@@ -36,7 +36,9 @@ from autopar.capture.hugging_face import (
     empty_caches,
     refuse_caches,
     without_caches,
+    without_use_of_caches,
 )
+from autopar.capture.module_values import of_the_model
 from autopar.capture.normalize import PASSES
 from autopar.capture.normalize.clean import inline_constants
 from autopar.capture.normalize.random_draws import next_state, number_draws, replace_random
@@ -55,7 +57,6 @@ from autopar.capture.python_attributes import (
     tell_of_unkept,
 )
 from autopar.capture.refused_ops import refuse_float8, refuse_random, refuse_sparse
-from autopar.capture.side_effects import of_the_model
 from autopar.capture.tensor_kinds import refuse_state_and_inputs
 from autopar.capture.trace import (
     Folding,
@@ -466,7 +467,8 @@ def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     is a cache."""
     try:
         with without_caches(model):
-            return _capture_with_known_inputs(model, call, fold)
+            trace = _capture_with_known_inputs(model, call, fold)
+            return replace(trace, attributes=without_use_of_caches(trace.attributes, model))
     except CaptureError as refusal:
         if not asks_for_documents(refusal):
             raise

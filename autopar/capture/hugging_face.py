@@ -34,7 +34,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -43,6 +43,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from autopar import ops
+from autopar.capture.trace import Constant, ModuleAttribute
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
@@ -60,14 +61,18 @@ from autopar.errors import CaptureError, Where
 
 _MOST_POSITIONS = 1 << 14  # a capture does not know the values of longer sequences
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
+_CONFIGURATIONS = frozenset(  # the class has another name since transformers 5
+    f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")
+)
 _FINDER = "find_packed_sequence_indices"  # of transformers.masking_utils
 
 
 @contextlib.contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Set `use_cache` to False in every configuration of `model`; restore it on exit."""
-    all_configs = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in all_configs if config is not None}
+    """Set `use_cache` to False in every configuration of transformers that `model` has; restore it
+    on exit."""
+    all_configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in all_configs if _is_configuration(config)}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     try:
         for config in on:
@@ -76,6 +81,32 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+def _is_configuration(value: Any) -> bool:
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+    return not kinds.isdisjoint(_CONFIGURATIONS)
+
+
+def without_use_of_caches(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
+    """Return the constants of a capture under `without_caches`, except `use_cache` of
+    configurations of transformers, which does not change the results of the program.
+
+    Args:
+        attributes: the constants.
+        model: the captured model.
+    """
+
+    def is_of_cache(each: Constant) -> bool:
+        """Return whether a constant is `use_cache` of a configuration."""
+        if not isinstance(each, ModuleAttribute) or not each.name.endswith("config.use_cache"):
+            return False
+        holder: Any = model.get_submodule(each.path)
+        for name in each.name.split(".")[:-1]:
+            holder = getattr(holder, name, None)
+        return _is_configuration(holder)
+
+    return tuple(each for each in attributes if not is_of_cache(each))
 
 
 def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:

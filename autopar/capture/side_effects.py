@@ -2,232 +2,36 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import re
-import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import CellType, CodeType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 
 from autopar.capture.diagnostics import is_torchs, user_line
+from autopar.capture.module_values import ValuePlace, constants_of, place_of, source_name
+from autopar.capture.outside_values import is_unchanged, name_outside, outside_values
 from autopar.capture.read_values import array_sources, lines_of_draws, variables_read
+from autopar.capture.stamps import Check
 from autopar.capture.trace import (
-    ArrayStamp,
-    Constant,
-    KnownBuffer,
     ModuleAttribute,
     OutsideValue,
-    Stamp,
 )
-from autopar.core.same_values import is_same
-
-# --------------------------------------------------------------------------------------------------
-# Values outside the model's modules that forward reads: global and closure variables, and their
-# attributes and items.
-#
-# Dynamo's source names identify the location: ``G['name']`` or ``G['__import_a_dot_b'].name`` for
-# globals of a Python module, ``L['name']`` for a free variable of the model's own forward, and
-# ``….__closure__[0].cell_contents`` for one of another function. Values of torch and the standard
-# library are skipped.
-
-STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
-PLAIN = (int, float, bool, str, type(None))
-_CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)")
-_ROOT = re.compile(r"([LG])\['(\w+)'\]")
-_IGNORED = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
-
-
-def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
-    """Parse an access path such as ``.config.sizes[0]`` into (attribute, key) pairs; the attribute
-    of a key is ``""``.
-
-    Raises:
-        ValueError, SyntaxError: the text contains anything but attributes and keys.
-    """
-    steps = list(STEP.finditer(text))
-    if "".join(step[0] for step in steps) != text:
-        raise ValueError(text)
-    return tuple((step[1], None) if step[1] else ("", ast.literal_eval(step[2])) for step in steps)
-
-
-def follow(found: Any, steps: Iterable[tuple[str, Any]]) -> Any:
-    """Apply the steps to an object and return the value that they reach; raise AttributeError,
-    LookupError or TypeError if a step does not exist."""
-    for attribute, key in steps:
-        found = getattr(found, attribute) if attribute else found[key]
-    return found
-
-
-def value_at(holder: Any, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return the current value of an `OutsideValue`; raise as `follow`, and LookupError if a
-    variable has no value."""
-    if isinstance(holder, str):
-        holder = vars(sys.modules[holder])
-    if isinstance(holder, CellType):
-        try:
-            holder = holder.cell_contents
-        except ValueError as error:  # the cell is empty
-            raise LookupError("no value") from error
-    return follow(holder, steps)
-
-
-def outside_values(
-    sources: Iterable[str],
-    tensors: frozenset[str],
-    local: Mapping[str, Any],
-    everywhere: dict[str, Any],
-) -> Iterator[OutsideValue]:
-    """Yield the plain values and tensors outside the model that forward reads.
-
-    Args:
-        sources: Dynamo source names of the values that forward reads.
-        tensors: those of the tensors that the graph reads.
-        local: local variables of the outermost frame that Dynamo traced.
-        everywhere: global variables of that frame.
-    """
-    for source in sources:
-        try:
-            found = _locate_value(source, local, everywhere)
-            value = None if found is None else value_at(found[1], found[2])
-        except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
-            continue  # not the source name of a value outside the model
-        if found is None or any("__" in attribute for attribute, _ in found[2]):
-            continue
-        if (
-            isinstance(value, torch.Tensor)
-            and source in tensors
-            and type(value) in (torch.Tensor, torch.nn.Parameter)
-        ):
-            yield OutsideValue(*found, Stamp.of(value))
-        elif isinstance(value, np.ndarray) and source in tensors:
-            yield OutsideValue(*found, ArrayStamp.of(value))
-        elif isinstance(value, PLAIN):
-            yield OutsideValue(*found, value)
-
-
-def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
-    """Return the name that messages use for a location outside the model, ``""`` for others.
-
-    Args:
-        source: Dynamo source name.
-        local: local variables of the outermost frame that Dynamo traced.
-        everywhere: global variables of that frame.
-    """
-    try:
-        found = _locate_value(source, local, everywhere)
-    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
-        return ""
-    return "" if found is None else found[0]
-
-
-def is_unchanged(
-    source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
-) -> bool:
-    """Return whether a plain value outside the model is the same before and after forward.
-
-    Args:
-        source: Dynamo source name of the location.
-        left: the value after forward.
-        local: local variables of the outermost frame that Dynamo traced.
-        everywhere: global variables of that frame.
-    """
-    try:
-        found = _locate_value(source, local, everywhere)
-        value = None if found is None else value_at(found[1], found[2])
-    except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
-        return False  # not the source name of a value outside the model
-    return found is not None and isinstance(value, PLAIN) and is_same(left, value)
-
-
-def _locate_value(
-    source: str, local: Mapping[str, Any], everywhere: dict[str, Any]
-) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """Return the name for messages of a value outside the model, its holder and the steps from the
-    holder; None if the value is not outside the model."""
-    if cell := _CELL.fullmatch(source):
-        known = {"dict": dict, "list": list, "type": type}
-        function = eval(
-            cell[1], {"L": local, "G": everywhere, "__builtins__": known}
-        )  # Dynamo evaluates its guards in the same way
-        return _of_closure(function, int(cell[2]), cell[3])
-    root = _ROOT.match(source)
-    if root is None:
-        return None
-    rest = source[root.end() :]
-    if root[1] == "G":
-        return _of_globals(everywhere, root[2], rest)
-    forward = getattr(local.get("self"), "forward", None)
-    free = getattr(getattr(forward, "__code__", None), "co_freevars", ())
-    return _of_closure(forward, free.index(root[2]), rest) if root[2] in free else None
-
-
-def _of_closure(
-    function: Any, position: int, rest: str
-) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    if function.__module__.partition(".")[0] in _IGNORED:
-        return None
-    name = function.__code__.co_freevars[position]
-    return (
-        f"variable {name}{rest} around {function.__qualname__}",
-        function.__closure__[position],
-        steps_of(rest),
-    )
-
-
-def _of_globals(
-    everywhere: dict[str, Any], name: str, rest: str
-) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """Locate a global variable in the innermost Python module that contains it."""
-    module, steps, found = (
-        everywhere.get("__name__", ""),
-        (("", name), *steps_of(rest)),
-        everywhere[name],
-    )
-    while isinstance(found, ModuleType) and len(steps) > 1:
-        module, steps = found.__name__, (("", steps[1][0]), *steps[2:])
-        found = vars(found)[steps[0][1]]
-    if module.partition(".")[0] in _IGNORED or isinstance(found, ModuleType):
-        return None
-    here = vars(sys.modules[module]) if module in sys.modules else {}
-    suffix = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
-    holder = module if steps[0][1] in here and here[steps[0][1]] is found else everywhere
-    return f"global variable {steps[0][1]}{suffix} of {module}", holder, steps
-
 
 UNKNOWN = object()  # a value that is neither a constant nor made of tensors
 _HOOK = "_hooks[list("  # in the Dynamo source name of a hook
-_OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
-_OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
+_LOCAL = re.compile(r"L\['(\w+)'\]")
 _LOCAL_SOURCES = frozenset(
     ("TempLocalSource", "LocalCellSource", "Source")
 )  # values that forward creates have no location
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
-
-
-@dataclass(frozen=True, slots=True)
-class ValuePlace:
-    """The location of a value that Dynamo read or changed.
-
-    Attributes:
-        source: Dynamo source name.
-        found: the value; None if it does not belong to the model.
-        path: path of the innermost module that contains it.
-        name: access path from that module: ``n`` or ``config.kind``.
-    """
-
-    source: str
-    found: Any
-    path: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,32 +101,30 @@ def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[
 
 def _notes(output: Any) -> Notes:
     effects, scope = output.side_effects, output.local_scope
-    names = [_name(guard) for guard in output.guards]
+    defaults = _defaults_of_forward(scope)
+    checks = [Check.by(guard, defaults(source_name(guard))) for guard in output.guards]
+    names = [source_name(guard) for guard in output.guards]
     code = tuple(output.tracing_context.traced_code or ())
     args = {
         node.name: node.meta["grapharg"].source
         for node in output.graph.nodes
         if node.meta.get("grapharg") is not None
     }
-    held = {name: _name(source) for name, source in args.items()}
+    held = {name: source_name(source) for name, source in args.items()}
     arrays = array_sources(held.values())
     asked = {
-        f"{_name(guard)}.{guard.create_fn.keywords['attr']}"
+        f"{source_name(guard)}.{guard.create_fn.keywords['attr']}"
         for guard in output.guards
         if _checks_attribute(guard)
     }
-    places = [
-        place
-        for place in (_place(name, scope) for name in dict.fromkeys((*names, *arrays)))
-        if place is not None
-    ]
     reader = _WriteReader(scope, output.global_scope, {*names, *asked})
     writes = [w for var in effects._get_modified_vars() for w in reader.writes(var, effects)]
-    tensors = frozenset((*held.values(), *arrays))
-    around = outside_values(dict.fromkeys((*names, *arrays)), tensors, scope, output.global_scope)
+    tensors = frozenset(map(defaults, (*held.values(), *arrays)))
+    checks = list(dict.fromkeys((*checks, *(Check(defaults(name)) for name in arrays))))
+    around = outside_values(checks, tensors, scope, output.global_scope)
     return Notes(
         tuple(writes),
-        tuple(_constants(places, tensors)),
+        tuple(constants_of(checks, scope, tensors)),
         (*around, *variables_read(code)),
         output.graph,
         held,
@@ -331,12 +133,37 @@ def _notes(output: Any) -> Notes:
     )
 
 
-def _name(named: Any) -> str:
-    name = named.name if isinstance(named.name, str) else named.name()
-    name = re.sub(
-        r"\.__dict__\['(\w+)'\]", r".\1", _OF_CLASS.sub(r"\1.\2", name)
-    )  # one name per location
-    return _OF_TYPE.sub(r"\1.\2", name)
+def _defaults_of_forward(scope: dict[str, Any]) -> Callable[[str], str]:
+    """Return a function that replaces a local variable at the beginning of a Dynamo source name
+    with the default of forward that it contains, if the call omits that argument.
+
+    Args:
+        scope: local variables of the outermost frame.
+    """
+    root = next((name for name, value in scope.items() if isinstance(value, nn.Module)), "")
+    forward = getattr(getattr(scope.get(root), "forward", None), "__func__", None)
+    if not isinstance(forward, FunctionType):
+        return lambda source: source
+    given, named = forward.__defaults__ or (), forward.__kwdefaults__ or {}
+    end = forward.__code__.co_argcount
+    names = forward.__code__.co_varnames[end - len(given) : end]
+    values = {
+        **{
+            name: (f"__defaults__[{i}]", x)
+            for i, (name, x) in enumerate(zip(names, given, strict=True))
+        },
+        **{name: (f"__kwdefaults__[{name!r}]", x) for name, x in named.items()},
+    }
+    places = {n: at for n, (at, x) in values.items() if n in scope and scope[n] is x}
+
+    def replace(source: str) -> str:
+        """Return the source name of a default."""
+        start = _LOCAL.match(source)
+        if start is None or start[1] not in places:
+            return source
+        return f"L[{root!r}].forward.{places[start[1]]}{source[start.end() :]}"
+
+    return replace
 
 
 def _checks_attribute(guard: Any) -> bool:
@@ -345,82 +172,6 @@ def _checks_attribute(guard: Any) -> bool:
         "HASATTR" in str(getattr(guard.create_fn, "func", ""))
         and "attr" in guard.create_fn.keywords
     )
-
-
-def _constants(places: Iterable[ValuePlace], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
-    """Yield the plain values and tensors of modules that the graph reads, except parameters,
-    buffers and `training`."""
-    for place in places:
-        if (
-            not place.name
-            or place.name == "training"
-            or "__" in place.name
-            or hasattr(nn.Module, place.name)
-        ):
-            continue
-        if isinstance(place.found, PLAIN):
-            yield ModuleAttribute(place.path, place.name, place.found)
-        elif place.source in tensors and type(place.found) in (torch.Tensor, nn.Parameter):
-            yield ModuleAttribute(place.path, place.name, Stamp.of(place.found))
-        elif place.source in tensors and isinstance(place.found, np.ndarray):
-            yield ModuleAttribute(place.path, place.name, ArrayStamp.of(place.found))
-
-
-def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:
-    """Return the location of a Dynamo source name; None if it is not in a module of the model."""
-    root = re.match(r"L\['(\w+)'\]", source)
-    if root is None or not isinstance(scope.get(root[1]), nn.Module):
-        return None
-    found, path, name, rest = scope[root[1]], "", "", source[root.end() :]
-    steps = list(STEP.finditer(rest))
-    if "".join(step[0] for step in steps) != rest:
-        return None
-    for step in steps:
-        attribute, key = step[1], step[2]
-        try:
-            if attribute and isinstance(getattr(type(found), attribute, None), property):
-                return None  # it is computed from other attributes, which are recorded themselves
-            found = getattr(found, attribute) if attribute else found[ast.literal_eval(key)]
-        except Exception:  # the user's class may raise any error on attribute access
-            return None
-        name += step[0]
-        if isinstance(found, nn.Module):
-            path, name = (
-                f"{path}.{re.sub(r'_modules|[^A-Za-z0-9_.]', '', name.replace('[', '.'))}",
-                "",
-            )
-            path = re.sub(r"\.+", ".", path)
-    return ValuePlace(source, found, path.strip("."), name.lstrip("."))
-
-
-def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
-    """Return the attributes with their current values in `model`; a capture changes some values
-    temporarily, such as numbers of layers."""
-    scope = {"model": model}
-    found: list[Constant] = []
-    for each in attributes:
-        if isinstance(each, OutsideValue | KnownBuffer):
-            found.append(each)
-            continue
-        modules = "".join(f"._modules[{name!r}]" for name in each.path.split(".") if name)
-        name = each.name if each.name.startswith("[") else f".{each.name}"
-        place = _place(f"L['model']{modules}{name}", scope)
-        value = None if place is None else place.found
-        if place is None or not isinstance(value, (*PLAIN, torch.Tensor)):
-            found.append(each)
-        else:
-            stamp = Stamp.of(value) if isinstance(value, torch.Tensor) else value
-            found.append(replace(each, value=stamp))
-    return tuple({_where(each): each for each in found}.values())
-
-
-def _where(each: Constant) -> tuple[Any, str]:
-    """Return a key of a value's location; variables of two closures may have the same name."""
-    if isinstance(each, ModuleAttribute):
-        return each.path, each.name
-    if isinstance(each, KnownBuffer):
-        return KnownBuffer, each.name
-    return each.holder if isinstance(each.holder, str) else id(each.holder), each.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,10 +198,10 @@ class _WriteReader:
             return
         if getattr(var, "source", None) is None or type(var.source).__name__ in _LOCAL_SOURCES:
             return
-        source = _name(var.source)
+        source = source_name(var.source)
         if source.endswith(("._buffers", "._parameters")):
             return  # another check handles assigned parameters and buffers
-        place = _place(source, self.scope)
+        place = place_of(source, self.scope)
         if attributes is None:
             yield from self._contents(var, source, place, stacks)
         for name, value in (attributes or {}).items():

@@ -195,13 +195,14 @@ class ModuleAttribute:
     Attributes:
         path: path of the module, ``""`` for the model itself.
         name: access path from the module: ``beta``, ``config.hidden_size``.
-        value: the value during the capture: an int, float, bool, str or None, or the `Stamp` of a
-            tensor that is neither a parameter nor a buffer, or the `ArrayStamp` of an array.
+        value: the value during the capture: a plain value (`autopar.core.same_values.is_plain`), or
+            the `Stamp` of a tensor that is neither a parameter nor a buffer, or the `ArrayStamp` of
+            an array.
     """
 
     path: str
     name: str
-    value: int | float | bool | str | Stamp | ArrayStamp | None
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class OutsideValue:
     name: str
     holder: Any
     steps: tuple[tuple[str, Any], ...]
-    value: int | float | bool | str | Stamp | ArrayStamp | None
+    value: Any
 
     def __deepcopy__(self, memo: Any) -> OutsideValue:
         return self  # a copy would refer to another holder

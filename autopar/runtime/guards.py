@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.side_effects import follow, steps_of, value_at
+from autopar.capture.module_values import path_of
+from autopar.capture.outside_values import follow, steps_of, value_at
+from autopar.capture.stamps import FunctionStamp, Trait, renewed
 from autopar.capture.trace import ArrayStamp, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
 from autopar.core.same_values import is_same
 from autopar.core.terminal import progress_of_long
@@ -55,6 +57,11 @@ class Frozen:
             else original.modules
         )
         self._forwards: Forwards = Forwards(model) if original is None else original._forwards
+        self._classes: Mapping[str, Callable[[], type[nn.Module] | None]] = (
+            {path: weakref.ref(type(module)) for path, module in modules.items()}
+            if original is None
+            else original._classes
+        )
         self._outside, self._attributes = (
             list[OutsideValue](),
             list[tuple[ModuleAttribute, Steps]](),
@@ -66,9 +73,7 @@ class Frozen:
                 if _same(_outside(constant), constant.value):
                     self._outside.append(constant)
             elif constant.path in modules and constant.path in self.modules:
-                steps = steps_of(
-                    constant.name if constant.name.startswith("[") else f".{constant.name}"
-                )
+                steps = steps_of(path_of(constant.name))
                 there = _value(modules[constant.path], steps)
                 if _same(there, constant.value):
                     self._attributes.append(
@@ -82,7 +87,8 @@ class Frozen:
 
     def _of_original(self, each: ModuleAttribute, steps: Steps, copied: Any) -> ModuleAttribute:
         """Return the attribute of the user's model from which a tensor was copied, if both had the
-        same values at capture; otherwise return `each`."""
+        same values at capture, or the function of which the copy has another; otherwise return
+        `each`."""
         module = self.modules[each.path]()
         original_value = None if module is None else _value(module, steps)
         if (
@@ -91,6 +97,8 @@ class Frozen:
             and (original_value.is_meta or torch.equal(original_value, copied))
         ):
             return ModuleAttribute(each.path, each.name, Stamp.of(original_value))
+        if isinstance(each.value, FunctionStamp):
+            return ModuleAttribute(each.path, each.name, renewed(each.value, original_value))
         return each
 
     def check(self, part: Callable[[str], Standing]) -> None:
@@ -105,27 +113,59 @@ class Frozen:
         """
         self._forwards.check()
         for constant, steps in self._attributes:
-            module = self.modules[constant.path]()
-            if module is not None:
-                now = _value(module, steps)
-            else:
-                now = _value(
-                    part(constant.path).shown, (("", steps[0][0] or steps[0][1]), *steps[1:])
-                )
-            if now is not _GONE and not _same(now, constant.value):
-                raise _changed_error(
-                    f"the model's {f'{constant.path}.{constant.name}'.lstrip('.')}",
-                    now,
-                    constant.value,
-                )
+            self._check_attribute(constant, steps, part)
         for variable in self._outside:
             now = _outside(variable)
             if now is not _GONE and not _same(now, variable.value):
                 raise _changed_error(f"the {variable.name}", now, variable.value)
 
+    def _check_attribute(
+        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], ModuleShell]
+    ) -> None:
+        module = self.modules[each.path]()
+        if module is not None:
+            now = _value(module, steps)
+        else:
+            now = self._value_without_module(each, steps, part)
+        if isinstance(each.value, Trait) and not steps:
+            self._check_own_attribute(each, part)
+        if now is not _GONE and not _same(now, each.value):
+            place = f"{each.path}.{each.name}".strip(".")
+            raise _changed_error(f"the model's {place}" if place else "the model", now, each.value)
+
+    def _check_own_attribute(
+        self, each: ModuleAttribute, part: Callable[[str], ModuleShell]
+    ) -> None:
+        """Raise RuntimeStateError if the user set an attribute of the compiled module that forward
+        looks for and the model does not have."""
+        trait: Trait = each.value
+        if trait.kind == "has" and not trait.value and trait.of in vars(part(each.path)):
+            where = f"{each.path}.{trait.of}".lstrip(".")
+            raise RuntimeStateError(
+                f"{where} was set on the compiled module, but forward looked for it when the model"
+                " was captured, and the model did not have it",
+                remedy="set it on the plain model, and compile that model",
+            )
+
+    def _value_without_module(
+        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], ModuleShell]
+    ) -> Any:
+        """Return the current value of an attribute of a module that no longer exists: the value
+        that its stand-in shows, the tensor itself, or the value that its class has."""
+        if not steps:
+            return _GONE
+        shown = _value(part(each.path).shown, (("", steps[0][0] or steps[0][1]), *steps[1:]))
+        if shown is not _GONE:
+            return shown
+        if isinstance(each.value, Stamp):
+            return each.value.tensor() if each.value.tensor() is not None else _GONE
+        kind = self._classes[each.path]()
+        return _GONE if kind is None else _value(kind, steps)
+
 
 class Forwards:
-    """The `forward` methods of a model's classes and modules. They are part of the program.
+    """The `forward` methods of a model's classes and modules, and the submodules of each module.
+    They are part of the program.
 
     Args:
         model: the model that was captured. It is not kept alive.
@@ -141,16 +181,22 @@ class Forwards:
             (path, weakref.ref(module), _own_forward(module))
             for path, module in model.named_modules()
         )
+        self._submodules = tuple(
+            (path, weakref.ref(module), {n: _reference(x) for n, x in module._modules.items()})
+            for path, module in model.named_modules()
+        )
 
     def __deepcopy__(self, memo: Any) -> Forwards:
         return self  # a copy of the compiled module has the same plain model
 
     def check(self) -> None:
-        """Check that no `forward` was replaced.
+        """Check that no `forward` and no submodule was replaced, and no submodule was added.
 
         Raises:
-            RuntimeStateError: if a class or a module of the plain model has another `forward`.
+            RuntimeStateError: if a class or a module of the plain model has another `forward`, or
+                a module has other submodules. Submodules may be removed, which frees memory.
         """
+        self._check_submodules()
         kinds = ((ref(), was) for ref, was in self._of_classes)
         changed = next(
             (
@@ -173,6 +219,19 @@ class Forwards:
                 remedy="set it back, or compile the model again",
             )
 
+    def _check_submodules(self) -> None:
+        for path, ref, were in self._submodules:
+            module = ref()
+            for name, now in () if module is None else module._modules.items():
+                if name not in were or now is not were[name]():
+                    where = f"{path}.{name}".lstrip(".")
+                    how = "replaced" if name in were else "added"
+                    raise RuntimeStateError(
+                        f"the model's {where} was {how} since the model was captured: the program"
+                        " has the previous modules",
+                        remedy="set it back, or compile the model again",
+                    )
+
 
 def _own_forward(module: nn.Module) -> Callable[[], Any] | None:
     """Return a reference to the `forward` that a module has besides that of its class; None if it
@@ -194,6 +253,18 @@ def _reference(function: Any) -> Callable[[], Any]:
 
 
 def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
+    if isinstance(was, FunctionStamp):
+        return RuntimeStateError(
+            f"{name} was replaced since the model was captured: the program has the previous"
+            " function",
+            remedy="set it back, or compile the model again",
+        )
+    if isinstance(was, Trait):
+        return RuntimeStateError(
+            f"{name} {was.text()} when the model was captured, which decides what the program"
+            " computes",
+            remedy="restore it, or compile the model again",
+        )
     if isinstance(was, Stamp | ArrayStamp):
         is_there = isinstance(was, ArrayStamp) or was.tensor() is now
         how = "was written since" if is_there else "was replaced since"
@@ -209,7 +280,8 @@ def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
         f"{name} is {now!r}, but was {was!r} when the model was captured: the program has it as"
         " a constant",
         remedy=(
-            f"let forward read it from a buffer or a tensor argument; or set it back to {was!r}"
+            f"set it back to {was!r}; for the new value, compile the model again, or let forward"
+            " read the value from a buffer or a tensor argument"
         ),
     )
 
@@ -229,7 +301,7 @@ def _outside(each: OutsideValue) -> Any:
 
 
 def _same(now: Any, was: Any) -> bool:
-    if isinstance(was, Stamp | ArrayStamp):
+    if isinstance(was, Stamp | ArrayStamp | FunctionStamp | Trait):
         return was.is_of(now)
     return is_same(now, was)
 

@@ -131,10 +131,46 @@ PROGRAMS: dict[str, Program] = {
         "store the object as an attribute of the model in __init__",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
     ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | number of an array": Program(
+        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.ones(())),
+        "or as a number, `array.item()`",
+        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.ones(()).item()),
+    ),
     "capture/dynamo/call_objects.py refuse_other_objects 0 | numpy": Program(
-        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.float32(2.0)),
+        _capture_with(lambda layer, x, given: layer(x * given.real), numpy.complex64(2.0)),
         "pass it as a Python number: `x.item()`",
-        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.float32(2.0).item()),
+        _capture_with(lambda layer, x, given: layer(x * given.real), numpy.complex64(2.0).item()),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | longdouble": Program(
+        _capture_with(lambda layer, x, given: layer(x * float(given)), numpy.longdouble(2.0)),
+        "pass it as a Python number: `float(x)`",
+        _capture_with(lambda layer, x, given: layer(x * float(given)), 2.0),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | complex longdouble": Program(
+        _capture_with(lambda layer, x, given: layer(x * given.real), numpy.clongdouble(2.0)),
+        "pass it as a Python number: `complex(x)`",
+        _capture_with(
+            lambda layer, x, given: layer(x * given.real), complex(numpy.clongdouble(2.0))
+        ),
+    ),
+    "capture/dynamo/call_objects.py refuse_other_objects 0 | time": Program(
+        _capture_with(lambda layer, x, given: layer(x * int(given)), numpy.timedelta64(2, "D")),
+        "`x.astype(int).item()`",
+        _capture_with(
+            lambda layer, x, given: layer(x * int(given)),
+            numpy.timedelta64(2, "D").astype(int).item(),
+        ),
+    ),
+    "capture/dynamo/numpy_scalars.py _refuse_within 0": Program(
+        _capture_with(
+            lambda layer, x, given: layer(x * torch.from_numpy(numpy.array([given] * 4))),
+            numpy.float32(2.0),
+        ),
+        "`torch.tensor([x.item() for x in scalars])`",
+        _capture_with(
+            lambda layer, x, given: layer(x * torch.tensor([y.item() for y in [given] * 4])),
+            numpy.float32(2.0),
+        ),
     ),
     "capture/dynamo/call_objects.py refuse_other_objects 0 | number": Program(
         _capture_with(lambda layer, x, given: layer(x * float(given)), Fraction(1, 2)),

@@ -81,6 +81,17 @@ class Counting(nn.Module):
         return x.square().mean()
 
 
+class Asking(nn.Module):
+    """A model that calls a function of its own and looks for an attribute that it lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.compute = nn.Linear(4, 4), torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.compute(self.layer(x)) * getattr(self, "gain", 1.0)).square().mean()
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -245,6 +256,11 @@ def _with_hook_removed(plain: Any, module: Any) -> object:
     return module(X)
 
 
+def _with_drop_set_back(plain: Any) -> None:
+    own, plain.drop = plain.drop, nn.Dropout(0.5)
+    plain.drop = own
+
+
 def _change_count(change: bool, again: bool = False) -> Callable[[], object]:
     """Change a buffer that determines how often a layer runs."""
 
@@ -280,13 +296,23 @@ STANDING: dict[str, Program] = {
         "plain.load_state_dict(pm.full_state_dict(), assign=True)",
         _with_copy(lambda plain: plain.body.size),
     ),
-    "runtime/module_shell.py Standing.__setattr__ 0": Program(
+    "runtime/module_shell.py Standing._refuse_value 0": Program(
         _pair(lambda plain, module: setattr(module, "factor", 3.0)),
         "register_buffer('factor', torch.tensor(...))",
         _before(
             _set("factor", torch.tensor(2.0)),
             lambda plain, module: (module.factor.fill_(3.0), module(X)),
         ),
+    ),
+    "runtime/module_shell.py Standing._refuse_value 0 | copy": Program(
+        _pair(lambda plain, module: setattr(module, "factor", 3.0)),
+        "and compile that copy",
+        _with_copy(lambda plain: (setattr(plain, "factor", 3.0), compiled(plain)(X))),
+    ),
+    "runtime/module_shell.py Standing._refuse_value 1": Program(
+        _pair(lambda plain, module: setattr(module.drop, "p", 0.5)),
+        "and compile that copy",
+        _with_copy(lambda plain: (setattr(plain.drop, "p", 0.5), compiled(plain)(X))),
     ),
     "runtime/module_shell.py Standing._check_held 0": Program(
         _pair(lambda plain, module: setattr(module.last, "weight", _copied(module)), Tied),
@@ -480,7 +506,35 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: delattr(plain.body, "forward"),
         ),
     ),
+    "runtime/guards.py Forwards._check_submodules 0": Program(
+        _call_after(lambda plain, module: setattr(plain, "drop", nn.Dropout(0.5))),
+        "set it back",
+        _call_after(lambda plain, module: _with_drop_set_back(plain)),
+    ),
+    "runtime/guards.py Frozen._check_own_attribute 0": Program(
+        _call_after(lambda plain, module: setattr(module, "gain", 2.0), kind=Asking),
+        "set it on the plain model, and compile that model",
+        _pair(lambda plain, module: (setattr(plain, "gain", 2.0), compiled(plain)(X)), Asking),
+    ),
     "runtime/guards.py _changed_error 0": Program(
+        _call_after(lambda plain, module: setattr(plain, "compute", torch.tanh), kind=Asking),
+        "set it back",
+        _call_after(
+            lambda plain, module: setattr(plain, "compute", torch.tanh),
+            lambda plain, module: setattr(plain, "compute", torch.relu),
+            kind=Asking,
+        ),
+    ),
+    "runtime/guards.py _changed_error 1": Program(
+        _call_after(lambda plain, module: setattr(plain, "gain", 2.0), kind=Asking),
+        "restore it",
+        _call_after(
+            lambda plain, module: setattr(plain, "gain", 2.0),
+            lambda plain, module: delattr(plain, "gain"),
+            kind=Asking,
+        ),
+    ),
+    "runtime/guards.py _changed_error 2": Program(
         _call_after(lambda plain, module: plain.beside.add_(1.0)),
         "let forward read it from a buffer (register_buffer)",
         _before(
@@ -488,7 +542,12 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: (module.beside.add_(1.0), module(X)),
         ),
     ),
-    "runtime/guards.py _changed_error 1": Program(
+    "runtime/guards.py _changed_error 3 | again": Program(
+        _call_after(lambda plain, module: setattr(plain, "factor", 3.0)),
+        "for the new value, compile the model again",
+        _pair(lambda plain, module: (setattr(plain, "factor", 3.0), compiled(plain)(X))),
+    ),
+    "runtime/guards.py _changed_error 3": Program(
         _call_after(lambda plain, module: setattr(plain, "factor", 3.0)),
         "set it back to 2.0",
         _call_after(

@@ -21,7 +21,13 @@ _REMEDY = (
     " object as an attribute of the model in __init__"
 )
 _REMEDIES: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (numpy.ndarray, "pass it as a tensor: `torch.as_tensor(array)`"),
+    (
+        numpy.ndarray,
+        "pass it as a tensor, `torch.as_tensor(array)`, or as a number, `array.item()`",
+    ),
+    ((numpy.datetime64, numpy.timedelta64), "pass it as an integer: `x.astype(int).item()`"),
+    (numpy.longdouble, "pass it as a Python number: `float(x)`"),
+    (numpy.clongdouble, "pass it as a Python number: `complex(x)`"),
     (numpy.generic, "pass it as a Python number: `x.item()`"),
     (numbers.Number, "pass it as a Python number, such as `float(x)`"),
     (os.PathLike, "pass it as a string: `str(path)`"),

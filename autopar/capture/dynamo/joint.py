@@ -39,6 +39,7 @@ from autopar.capture.diagnostics import (
 from autopar.capture.dynamo.constants import Origins, known_values, settle_known
 from autopar.capture.dynamo.fakes import make_fake, views_of_one_mode
 from autopar.capture.dynamo.flex_attention import join_flex_attention, refuse_flex_attention
+from autopar.capture.dynamo.numpy_scalars import constant_scalars
 from autopar.capture.dynamo.outputs import (
     checks_in_no_order,
     gradients_within,
@@ -61,6 +62,7 @@ from autopar.capture.python_attributes import settle_attributes
 from autopar.capture.ragged_rows import settle_rows
 from autopar.capture.refused_ops import refuse_branches, refuse_kinds, refuse_miscompiled
 from autopar.capture.side_effects import Notes, note_before
+from autopar.capture.stamps import Trait
 from autopar.capture.tensor_kinds import is_of_kinds
 from autopar.capture.trace import ModuleAttribute, OutsideValue, held_elsewhere
 from autopar.errors import CaptureError, Where
@@ -145,6 +147,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             checks_in_no_order,
             unlocked_properties,
             tensors_given_twice,
+            constant_scalars,
         ):
             stack.enter_context(context())
         origins = call.origins()
@@ -209,7 +212,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             out_leaves=out_leaves,
             out_spec=out_spec,
             attributes=tuple(
-                each for each in notes.constants if (each.path, each.name) not in written
+                each for each in notes.constants if written.isdisjoint(_names_of(each))
             ),
             outside=notes.outside,
             unkept=unkept,
@@ -237,6 +240,14 @@ def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
     if notes[-1].draws:
         raise draws_of_python("random", notes[-1].draws[0])
     return captured, notes[-1]
+
+
+def _names_of(each: ModuleAttribute) -> set[tuple[str, str]]:
+    """Return the path and name of a constant, and of the attribute that its trait is about."""
+    found = {(each.path, each.name)}
+    if isinstance(each.value, Trait) and each.value.kind == "has":
+        found.add((each.path, f"{each.name}.{each.value.of}".lstrip(".")))
+    return found
 
 
 def _captured_again(model: nn.Module, call: Prepared) -> Notes:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autopar.capture.call_constants import as_traced
 from autopar.capture.dynamo.constants import Key, Origins, buffer_may_be_known, may_be_known
 from autopar.capture.dynamo.fakes import (
     FakeMode,
@@ -160,7 +159,7 @@ def prepare_call(
     fakes = [
         _fake_input(leaf, mode, precision, frozen=inference)
         if isinstance(leaf, torch.Tensor)
-        else as_traced(leaf)
+        else leaf
         for _, leaf in in_leaves
     ]
     fake_args, fake_kwargs = unflatten(fakes, in_spec)

@@ -26,6 +26,9 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 Use = Callable[[Tensor, Any], Tensor]
 
 
+TABLE = numpy.arange(4, dtype=numpy.float32)
+
+
 class Net(nn.Module):
     """A model that passes its result and a setting to a function."""
 
@@ -71,6 +74,40 @@ USES: dict[str, tuple[Use, Any, Any]] = {
     "bytes": (lambda h, b: h * len(b), b"1", b"12"),
     "numpy float": (lambda h, f: h * float(f), numpy.float64(2), numpy.float64(3)),
     "numpy int": (lambda h, n: h[:n], numpy.int64(2), numpy.int64(3)),
+    "numpy float32": (lambda h, f: h.double() * (f * 3.1), numpy.float32(0.1), numpy.float32(0.3)),
+    "numpy dtypes": (lambda h, f: h.double() * (f * 3.1), numpy.float64(0.1), numpy.float32(0.1)),
+    "numpy function": (
+        lambda h, f: h.double() * float(numpy.sqrt(f) + numpy.clip(f, 0.2, 0.3)),
+        numpy.float32(0.1),
+        0.1,
+    ),
+    "numpy overflow": (
+        lambda h, n: h * float(n - numpy.uint8(100)),
+        numpy.uint8(200),
+        numpy.uint8(201),
+    ),
+    "numpy bool": (
+        lambda h, b: h + torch.arange(4) * b / 3 if b else h * 2,
+        numpy.bool_(True),
+        numpy.bool_(False),
+    ),
+    "numpy class": (
+        lambda h, n: h * (2 if isinstance(n, int) else 3 if n.dtype == numpy.int64 else 4),
+        numpy.int64(2),
+        numpy.int32(2),
+    ),
+    "numpy or python": (
+        lambda h, n: h * (2 if isinstance(n, int) else 3),
+        numpy.int64(2),
+        2,
+    ),
+    "numpy size": (lambda h, n: h[: 2 * n].reshape(n, -1), numpy.int32(2), numpy.int32(4)),
+    "numpy string": (lambda h, s: h * {"two": 2.0, "x": 1.0}[s], numpy.str_("two"), "x"),
+    "numpy array": (
+        lambda h, f: h.double() * torch.from_numpy(TABLE * f),
+        numpy.float64(0.1),
+        numpy.float32(0.1),
+    ),
     "enum": (lambda h, kind: h * (2 if kind is Kind.ONE else 5), Kind.ONE, Kind.TWO),
     "dataclass": (
         lambda h, c: (h * c.scale).to(c.dtype) ** c.inner[0].power,
@@ -103,9 +140,10 @@ def test_other_constants_run_another_program(name: str) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "decimal.Decimal": (decimal.Decimal("1.5"), r"float\(x\)"),
     "fractions.Fraction": (fractions.Fraction(1, 2), r"float\(x\)"),
-    "numpy.float32": (numpy.float32(2), r"x\.item\(\)"),
-    "numpy.bool": (numpy.bool_(True), r"x\.item\(\)"),
-    "numpy.ndarray": (numpy.ones(2), r"torch\.as_tensor"),
+    "numpy.complex64": (numpy.complex64(2), r"x\.item\(\)"),
+    "numpy.longdouble": (numpy.longdouble(2), r"float\(x\)"),
+    "numpy.datetime64": (numpy.datetime64("2020-01-01"), r"x\.astype\(int\)\.item\(\)"),
+    "numpy.ndarray": (numpy.ones(()), r"array\.item\(\)"),
     "pathlib.PosixPath": (pathlib.PosixPath("/a"), r"str\(path\)"),
     "range": (range(3), r"tuple\(x\)"),
     "generator": ((i for i in range(3)), r"tuple\(x\)"),
@@ -132,3 +170,15 @@ def test_constants_are_compared_by_type_and_value() -> None:
     assert not same_constant(Config(1.0), Config(1.0, inner=()))
     held: Any = [Inner()]
     assert not is_constant(Config(1.0, inner=held))
+
+
+@pytest.mark.parametrize("value", [numpy.float32(0.1), numpy.bool_(True), numpy.str_("a")])
+def test_numpy_scalars_are_compared_by_dtype_and_value(value: Any) -> None:
+    assert is_constant(value) and same_constant(value, copy.deepcopy(value))
+    assert not same_constant(value, value.item())
+    assert not same_constant(value, type(value)())
+
+
+def test_an_array_of_numpy_scalars_is_refused() -> None:
+    with pytest.raises(CaptureError, match="array of NumPy scalars"):
+        capture(Net(lambda h, f: h * torch.from_numpy(numpy.array([f, f, f, f]))), (X, TABLE[1]))

@@ -138,6 +138,9 @@ def test_plain_attributes_can_be_read_and_captured_ones_cannot_be_set() -> None:
             RuntimeStateError, match=f"'{name}' cannot be set: the model was captured"
         ):
             setattr(part, name, 3.0)
+    module.factor, module.drop.p, module.drop.training = 2.0, 0.0, True  # the same values
+    with pytest.raises(RuntimeStateError, match="mode of a part"):
+        module.drop.training = False
     module.note = "whatever else"
     assert module.note == "whatever else" and module.factor == 2.0
     with pytest.raises(AttributeError, match="nothing"):
