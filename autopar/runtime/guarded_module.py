@@ -137,7 +137,7 @@ class Compiled(Holder):
         for path, module in model.named_modules(remove_duplicate=False):
             part = self._container(path)
             part.stand_for(module)
-            part.training = module.training
+            part.hold_mode(module.training)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -120,7 +120,7 @@ class Frozen:
                 raise _changed_error(f"the {variable.name}", now, variable.value)
 
     def _check_attribute(
-        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], ModuleShell]
+        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], Standing]
     ) -> None:
         module = self.modules[each.path]()
         if module is not None:
@@ -133,9 +133,7 @@ class Frozen:
             place = f"{each.path}.{each.name}".strip(".")
             raise _changed_error(f"the model's {place}" if place else "the model", now, each.value)
 
-    def _check_own_attribute(
-        self, each: ModuleAttribute, part: Callable[[str], ModuleShell]
-    ) -> None:
+    def _check_own_attribute(self, each: ModuleAttribute, part: Callable[[str], Standing]) -> None:
         """Raise RuntimeStateError if the user set an attribute of the compiled module that forward
         looks for and the model does not have."""
         trait: Trait = each.value
@@ -148,7 +146,7 @@ class Frozen:
             )
 
     def _value_without_module(
-        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], ModuleShell]
+        self, each: ModuleAttribute, steps: Steps, part: Callable[[str], Standing]
     ) -> Any:
         """Return the current value of an attribute of a module that no longer exists: the value
         that its stand-in shows, the tensor itself, or the value that its class has."""

@@ -40,7 +40,19 @@ ON_A_COPY = (
     "on a plain copy with the trained values: on every rank call plain = copy.deepcopy(model) of"
     " the plain model, then plain.load_state_dict(pm.full_state_dict(), assign=True)"
 )
+_RECOMPUTES = (
+    "leave it out: the plan decides what backward recomputes, within the memory_bytes of"
+    " autopar.compile"
+)
 _OF_LIBRARIES: Mapping[str, str] = {
+    "gradient_checkpointing_enable": _RECOMPUTES,
+    "gradient_checkpointing_disable": _RECOMPUTES,
+    "set_grad_checkpointing": _RECOMPUTES,
+    "enable_gradient_checkpointing": _RECOMPUTES,
+    "disable_gradient_checkpointing": _RECOMPUTES,
+    "enable_input_require_grads": (
+        "leave it out: checkpointing of a frozen embedding needs it, and a program has none"
+    ),
     "save_pretrained": "autopar.save_pretrained(pm, model, folder) writes the weights trained here",
     "reset_running_stats": (
         "torch's update_bn sets momentum, but the program contains the previous value: run it "
@@ -95,9 +107,7 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
     """
     owner = next((each for each in cls.__mro__ if name in vars(each)), type)
     attribute = vars(owner).get(name)
-    if owner.__module__.partition(".")[0] in _LIBRARIES or not isinstance(
-        attribute, FunctionType | classmethod | staticmethod
-    ):
+    if is_of_library(owner) or not isinstance(attribute, FunctionType | classmethod | staticmethod):
         message = (
             f"a compiled module does not have {name!r} of {owner.__module__}.{owner.__qualname__}:"
             " it is a program of forward only"
@@ -108,6 +118,12 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
         if isinstance(attribute, FunctionType)
         else attribute.__get__(None, cls)
     )
+
+
+def is_of_library(kind: type) -> bool:
+    """Return whether a class belongs to a library, whose code relies on more than the model's
+    modules."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def check_whole(name: str, result: Any, own: MethodReading) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.core.same_values import is_same
 from autopar.errors import RuntimeStateError
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.methods import (
@@ -26,6 +27,7 @@ from autopar.runtime.methods import (
     NoSuchMethod,
     check_names,
     check_whole,
+    is_of_library,
     method_of,
     model_code,
     reading,
@@ -202,20 +204,10 @@ class Standing(nn.Module):
         ):
             object.__setattr__(self, name, value)  # an attribute of this class takes precedence
             return
-        if name in self.shown or isinstance(
-            inspect.getattr_static(self.__dict__.get("_stands_for"), name, None), property
-        ):
-            message = (
-                f"{name!r} cannot be set: the model was captured with the previous value, which is"
-                " part of the program"
-            )
-            raise RuntimeStateError(
-                message,
-                remedy=(
-                    f"let forward read it from a buffer (register_buffer({name!r},"
-                    " torch.tensor(...)))"
-                ),
-            )
+        if name in self.shown and is_same(value, self.shown[name]):
+            return
+        if self._is_of_model(name):
+            self._refuse_value(name)
         if is_state or any(name in self.__dict__[kind] for kind in _KINDS):
             self._check_held(name, value)
         if name in self._buffers:
@@ -224,6 +216,35 @@ class Standing(nn.Module):
             self._parameters[name] = hold_value(value)
         else:
             nn.Module.__setattr__(self, name, value)
+
+    def _is_of_model(self, name: str) -> bool:
+        """Return whether a name is that of a plain attribute or a property of the model."""
+        kind = self.__dict__.get("_stands_for")
+        return name in self.shown or isinstance(inspect.getattr_static(kind, name, None), property)
+
+    def _refuse_value(self, name: str) -> NoReturn:
+        """Raise RuntimeStateError for a new value of an attribute of the model."""
+        what = (
+            f"{name!r} cannot be set: the model was captured with the previous value, which is"
+            " part of the program"
+        )
+        kind = self.__dict__.get("_stands_for") or type(self)
+        on_a_copy = f"set it {ON_A_COPY}, and compile that copy"
+        if isinstance(self.shown.get(name), int | float) and not is_of_library(kind):
+            remedy = (
+                f"{on_a_copy}; or let forward read it from a buffer"
+                f" (register_buffer({name!r}, torch.tensor(...)))"
+            )
+            raise RuntimeStateError(what, remedy=remedy)
+        raise RuntimeStateError(what, remedy=on_a_copy)
+
+    def hold_mode(self, mode: bool) -> None:
+        """Set the mode of this module only.
+
+        Args:
+            mode: whether it is in training mode.
+        """
+        self.__dict__["training"] = mode
 
     def __delattr__(self, name: str) -> None:
         if any(name in self.__dict__[kind] for kind in _KINDS):
@@ -391,6 +412,8 @@ class Part(Standing):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
             raise _of_another_model("forward of a part of a compiled module cannot be replaced")
+        if name == "training" and "_own" in self.__dict__ and value != self.training:
+            self.train(value)
         super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -212,12 +212,12 @@ class Holder(Drawing):
         freezes are frozen."""
         if self.modes.own is None:
             for module in self.modules():
-                module.training = mode
+                module.hold_mode(mode) if isinstance(module, Standing) else module.train(mode)
             return self
         trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         new_modes = self.modes.own.set_mode(mode, trained)
         for path, training in new_modes.modes.items():
-            self._container(path).training = training
+            self._container(path).hold_mode(training)
         for name, parameter in self.named_parameters():
             if new_modes.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
                 parameter.requires_grad_(new_modes.trained[name])
