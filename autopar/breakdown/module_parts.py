@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from torch.distributed.tensor import Replicate, Shard
 
-from autopar.breakdown.parallelism import PARALLELISMS, ROLES, over, parallelism_of
+from autopar.breakdown.parallelism import PARALLELISMS, ROLES, has_two_dims, over, parallelism_of
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
@@ -231,6 +231,7 @@ class ModulePart:
         recomputed: ops that backward recomputes.
         recompute_s: their time, as in forward; included in `compute_s`.
         entries: all decisions of the part.
+        role: the role of its activations in `in_words`: ``activation`` or ``matrix``.
         main: the decision of the main op.
     """
 
@@ -251,6 +252,7 @@ class ModulePart:
     recompute_s: float = 0.0
     entries: tuple[Entry, ...] = field(default=(), repr=False)
     pattern: str = ""
+    role: str = "activation"
 
     @property
     def has_offloaded_weight(self) -> bool:
@@ -309,7 +311,13 @@ def breakdown(plan: Plan) -> tuple[ModulePart, ...]:
     for value in plan.kept:
         for group, copies in _divide_moved(groups, value.node, value.instances):
             group.kept.append(_restrict(value, copies))
-    parts = [_part(plan, group) for group in groups]
+    two_dims = has_two_dims(
+        choice.strategy
+        for group in groups
+        for choice, _ in group.nodes
+        if op_of(choice.node) == "dot"
+    )
+    parts = [_part(plan, group, two_dims=two_dims) for group in groups]
     parts = [
         part
         for part in parts
@@ -374,14 +382,20 @@ def copies_of(instances: Instances, module: str, pattern: str) -> str:
     )
 
 
-def _part(plan: Plan, group: ModuleGroup) -> ModulePart:
+def _part(plan: Plan, group: ModuleGroup, *, two_dims: bool) -> ModulePart:
     communications, kept_values = group.communications, group.kept
     weights = tuple(
         _weight(entry, communications, kept_values)
         for entry in group.entries
         if entry.kind == "parameter"
     )
-    part = ModulePart(group.module, group.instances, weights=weights, entries=tuple(group.entries))
+    part = ModulePart(
+        group.module,
+        group.instances,
+        weights=weights,
+        entries=tuple(group.entries),
+        role="matrix" if two_dims else "activation",
+    )
     axes = range(len(plan.mesh.axes))
     again = [entry for entry in group.entries if entry.recompute]
     recompute_s = sum(entry.again_s * len(entry.instances) for entry in again)
@@ -404,7 +418,9 @@ def _part(plan: Plan, group: ModuleGroup) -> ModulePart:
     op = op_of(main.node)
     return replace(
         part,
-        parallelism=tuple(parallelism_of(op, main.strategy, axis) for axis in axes),
+        parallelism=tuple(
+            parallelism_of(op, main.strategy, axis, two_dims=two_dims) for axis in axes
+        ),
         enters=next((read for read in map(_activation, group.nodes) if read is not None), None),
         leaves=next(
             (

@@ -5,12 +5,15 @@ the table that holds.
 
 experts     experts only: their weights are split by experts, dim 0
 tensor      the weight is sharded as the op reads it; without a weight, a dim from 2 on of the
-            result (features), or of the first operand
+            result (features), or of the first operand; dim 1 if activations have two dims
 heads       attention only: dim 1 of ``[batch, heads, sequence, features]`` is sharded
 data        dim 0 of the activation, the batch, is sharded
 space       convolution only: a dim from 2 on of ``[batch, channels, space…]`` is sharded
 sequence    dim 1 (in attention dim 2) is sharded; of a matmul's activation any dim but the first
 replicated  every device on the axis does the same
+
+Plans do not contain the number of dims of a tensor; `has_two_dims` derives it from the layouts of
+matmuls.
 
 Weights that are sharded in their storage layout only are described separately, per axis:
 
@@ -45,13 +48,31 @@ ROLES = {
 }
 
 
-def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
+def has_two_dims(matmuls: Iterable[Strategy]) -> bool:
+    """Return whether the layouts of matmuls show that activations are ``[batch, features]``.
+
+    A matmul with a sharded weight reads an activation whose last dim is sharded, or returns one.
+
+    Args:
+        matmuls: the layouts of the operands and results of the matmuls in forward.
+    """
+    last = set[int | None]()
+    for matmul in matmuls:
+        for axis in range(len(matmul.outputs[0].placements)):
+            if _dim(matmul.inputs[1], axis) is not None:
+                read = _dim(matmul.inputs[0], axis)
+                last.add(_dim(matmul.outputs[0], axis) if read is None else read)
+    return last - {None} == {1}
+
+
+def parallelism_of(op: str, strategy: Strategy, axis: int, *, two_dims: bool = False) -> str:
     """Return how a mesh axis splits the work of a part: one of `PARALLELISMS`.
 
     Args:
         op: name of the part's main op.
         strategy: the layouts of the op's operands and results.
         axis: index of the mesh axis.
+        two_dims: the result of `has_two_dims` for the plan.
     """
     activation, weight = ROLES.get(op, (None, None))
     if weight is not None and (of_weight := _dim(strategy.inputs[weight], axis)) is not None:
@@ -61,7 +82,7 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
     for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
         dim = _dim(layout, axis)
         if dim is not None:
-            return {0: "data", 1: "sequence"}.get(dim, "tensor")
+            return {0: "data", 1: "tensor" if two_dims else "sequence"}.get(dim, "tensor")
     return "replicated"
 
 
@@ -96,6 +117,7 @@ def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> st
 _DIMS: Mapping[str, tuple[str, ...]] = {
     "weight": ("rows", "columns"),
     "activation": ("batch", "sequence", "features"),
+    "matrix": ("batch", "features"),
     "image": ("batch", "channels", "space 0", "space 1", "space 2"),
 }
 
@@ -107,7 +129,8 @@ def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
     Args:
         layout: layout of the tensor.
         names: the name of each axis.
-        role: ``weight``, ``activation`` or ``image``, which determines the names of dims.
+        role: ``weight``, ``activation``, ``matrix`` (an activation with two dims) or ``image``,
+            which determines the names of dims.
     """
     text = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
     return f"{text}, on the hosts" if layout.host else text

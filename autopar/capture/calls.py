@@ -154,6 +154,7 @@ def refused_by_forward(
     copied = _copy_module(model)
     if copied is None:
         return None
+    entered = _note_entered(copied)
     try:
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(run(copied))):
             return CaptureError(
@@ -173,7 +174,10 @@ def refused_by_forward(
         return CallError(
             "forward does not accept this call:"
             f" {kind}{text.splitlines()[0] if text else type(error).__name__}",
-            where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
+            where=Where(
+                module=entered[-1] if entered else "",
+                source=user_line("".join(traceback.format_tb(error.__traceback__))),
+            ),
             remedy=(
                 f"pass arguments that the plain model accepts (these were {shapes}); if it accepts"
                 " these, report it"
@@ -194,15 +198,27 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
     copied = _copy_module(model)
     if copied is None:
         return ""
-    entered: list[str] = []
-    for name, module in copied.named_modules():
-        module.register_forward_pre_hook(lambda _module, _args, name=name: entered.append(name))
-        module.register_forward_hook(lambda _module, _args, _made: entered.pop() and None)
+    entered = _note_entered(copied)
     try:
         run(copied)
     except Exception as error:
         return entered[-1] if entered and _stopped_in(error, source) else ""
     return ""
+
+
+def _note_entered(model: nn.Module) -> list[str]:
+    """Return a list of the paths of the modules that forward has entered and not left. A run of
+    the model updates it."""
+    entered: list[str] = []
+
+    def leave(*_: Any) -> None:
+        """Remove the innermost module."""
+        entered.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _module, _args, name=name: entered.append(name))
+        module.register_forward_hook(leave)
+    return entered
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:

@@ -259,6 +259,7 @@ def transformers_under_capture(
             stack.enter_context(_products_of_plain_numbers())
             stack.enter_context(_experts_as_one_op(model))
             stack.enter_context(_masks_by_shape(_positions_are_default(model, args, kwargs)))
+            stack.enter_context(_padding_in_every_mask(model))
         yield
 
 
@@ -528,5 +529,20 @@ def _masks_by_shape(positions_are_default: bool) -> Iterator[None]:
         yield
 
 
+def _padding_in_every_mask(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the masks of flex_attention contain the padding of a batch, even if
+    there is none. Otherwise transformers reads the values of `attention_mask` to decide whether
+    they do."""
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    kinds = {getattr(config, "_attn_implementation", None) for config in configs}
+    if "flex_attention" not in kinds or not hasattr(_masking_utils(), "fast_all"):
+        return contextlib.nullcontext()
+    return mock.patch.object(_masking_utils(), "fast_all", _never)
+
+
 def _not_exporting() -> bool:
+    return False
+
+
+def _never(mask: Tensor) -> bool:
     return False

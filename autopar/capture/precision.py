@@ -278,7 +278,8 @@ def _mixed_error(
         f"an op has operands in {names}, which torch rejects: {refusal}",
         where=Where(op=op, module=node.meta["module"], source=node.meta["source"]),
         remedy=(
-            "cast the operands of the op to one dtype"
+            "cast the operands of the op to one dtype; pass an argument in the dtype of the"
+            " parameters that it is combined with"
             if precision is None
             else f"{remedy_start}`x + self.table.to(x.dtype)`"
         ),

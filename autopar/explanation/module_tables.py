@@ -357,7 +357,7 @@ def _layouts(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
     large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
     weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
     shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
-    role = "image" if part.main_op.startswith(_OVER_SPACE) else "activation"
+    role = "image" if part.main_op.startswith(_OVER_SPACE) else part.role
     return (
         escape(part.name),
         str(len(part.instances)),

@@ -179,7 +179,7 @@ def _cells(part: ModulePart, mesh: Mesh) -> Iterator[str]:
     gathered = "".join(_chip(kind) for kind in dict.fromkeys(filter(None, part.sharded)))
     yield f'<td class="as">{"<br>".join(stored)} {gathered}</td>'
     passing = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
-    yield f"<td>{_layouts(passing, mesh, 'activation') if passing else ''}</td>"
+    yield f"<td>{_layouts(passing, mesh, part.role) if passing else ''}</td>"
     numbers = (
         seconds(part.compute_s),
         seconds(part.communication_s),

@@ -168,13 +168,13 @@ class Compiled(Holder):
         return (
             fits
             and not (self.only_forward and torch.is_grad_enabled())
-            and not self._find_unfrozen()
+            and not self.unfrozen_names()
         )
 
-    def _find_unfrozen(self) -> str:
-        """Return the name of a parameter that was frozen at compilation and trains now, if another
-        program could train it; otherwise an empty string."""
-        return ""
+    def unfrozen_names(self) -> list[str]:
+        """Return the names of the parameters that were frozen at compilation and train now, if
+        another program could train them."""
+        return []
 
     def _program_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
@@ -267,8 +267,11 @@ class Compiled(Holder):
                     " inside the model's forward"
                 ),
             )
-        if name := self._find_unfrozen():
-            raise _thawed_error(name, Unfrozen)
+        if names := self.unfrozen_names():
+            known = [] if self.variants is None else self.variants.known
+            others = [v.unfrozen_names() for v in known if isinstance(v, Compiled)]
+            new = [name for name in names if all(name in other for other in others)]
+            raise _thawed_error(new or names, Unfrozen)
 
     def _find_other_mode(self) -> str | None:
         """Return why the modes of modules are not those of the program; None if they are."""
@@ -295,19 +298,26 @@ class Compiled(Holder):
                 for parameter, tensor in zip(parameters, tensors, strict=True)
                 if parameter.requires_grad
             ]
-        thawed = next((tensor.name for tensor in trained if not tensor.requires_grad), None)
-        if thawed is not None:
+        if thawed := [tensor.name for tensor in trained if not tensor.requires_grad]:
             raise _thawed_error(thawed)
         return any(tensor.has_gradient for tensor in trained)
 
 
+_MOST_NAMES = 4  # in one message
+
+
 def _thawed_error(
-    name: str, kind: type[RuntimeStateError] = RuntimeStateError
+    names: list[str], kind: type[RuntimeStateError] = RuntimeStateError
 ) -> RuntimeStateError:
-    """Return the error for a parameter that trains although the program computes no gradient for
-    it."""
+    """Return the error for parameters that train although the program computes no gradients for
+    them."""
+    shown = ", ".join(map(repr, names[:_MOST_NAMES]))
+    more = f" and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
     message = (
-        f"parameter {name!r} was frozen when the model was compiled, but now requires a gradient"
+        f"parameter {shown} was frozen when the model was compiled, but now requires a gradient"
+        if len(names) == 1
+        else f"parameters {shown}{more} were frozen when the model was compiled, but now require"
+        " gradients"
     )
     return kind(
         message,

@@ -220,13 +220,15 @@ class ParallelModule(Compiled):
         )
         return self._results.build([None if x is None else refuse_reads(x) for x in outputs])
 
-    def _find_unfrozen(self) -> str:
+    def unfrozen_names(self) -> list[str]:
+        """Return the names of the parameters that were frozen at compilation and train now; none
+        with stages or microbatches, where there is only one program."""
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
-            return ""
+            return []
         if not self.program.is_single:  # with stages or microbatches there is only one program
-            return ""
+            return []
         frozen = (t.name for t in self._program_calls.parameters if not t.requires_grad)
-        return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
+        return [name for name in frozen if self.get_parameter(name).requires_grad]
 
     def _set_up(self, variant: ProgramVariant) -> None:
         super()._set_up(variant)

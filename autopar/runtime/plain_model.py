@@ -261,7 +261,8 @@ class PlainModel:
             "freeze it before autopar.compile, which then skips its gradient, or call"
             f" pm.get_parameter({each.name!r}).requires_grad_(False)"
             if each.trains
-            else "set requires_grad before autopar.compile"
+            else "set requires_grad before autopar.compile, or call"
+            f" pm.get_parameter({each.name!r}).requires_grad_(True)"
         )
         raise RuntimeStateError(
             (f"{message}: the compiled module has its own parameters"), remedy=remedy

@@ -179,6 +179,11 @@ PROGRAMS: dict[str, Program] = {
         "pass the number as a plain argument",
         captured(Waiting(), torch.ones(8, 4), 3),
     ),
+    "capture/precision.py _mixed_error 0 | argument": Program(
+        captured(nn.Linear(4, 4), _TABLE),
+        "pass an argument in the dtype of the parameters",
+        captured(nn.Linear(4, 4), _TABLE.float()),
+    ),
     "capture/precision.py _mixed_error 0": Program(
         captured(Called(lambda layer, x: F.linear(_TABLE * x, layer.weight).mean())),
         "one dtype",

@@ -266,6 +266,12 @@ def _with_hook_removed(plain: Any, module: Any) -> object:
     return module(X)
 
 
+def _partly_frozen() -> nn.Module:
+    net = Net()
+    net.body.weight.requires_grad_(False)
+    return net
+
+
 def _with_drop_set_back(plain: Any) -> None:
     own, plain.drop = plain.drop, nn.Dropout(0.5)
     plain.drop = own
@@ -503,6 +509,17 @@ PLAIN: dict[str, Program] = {
         _call_after(
             lambda plain, module: plain.body.weight.requires_grad_(False),
             lambda plain, module: module.get_parameter("body.weight").requires_grad_(False),
+        ),
+    ),
+    "runtime/plain_model.py PlainModel._check_frozen 0 | unfrozen": Program(
+        _call_after(
+            lambda plain, module: plain.body.weight.requires_grad_(True), kind=_partly_frozen
+        ),
+        "pm.get_parameter('body.weight').requires_grad_(True)",
+        _call_after(
+            lambda plain, module: plain.body.weight.requires_grad_(True),
+            lambda plain, module: module.get_parameter("body.weight").requires_grad_(True),
+            kind=_partly_frozen,
         ),
     ),
     "runtime/plain_model.py PlainModel._report_written 0": Program(

@@ -23,7 +23,7 @@ from autopar.breakdown import (
     owner,
     step_parts,
 )
-from autopar.breakdown.parallelism import parallelism_of
+from autopar.breakdown.parallelism import has_two_dims, parallelism_of
 from autopar.constraints import fsdp, layout, megatron, pipeline
 from autopar.core.layout import Layout
 from autopar.core.units import seconds, share
@@ -57,6 +57,41 @@ def test_the_parallelism_of_an_op_is_derived_from_its_layouts(
     op: str, layouts: str, expected: tuple[str, ...]
 ) -> None:
     assert tuple(parallelism_of(op, strategy(layouts), axis) for axis in (0, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("matmuls", "expected"),
+    [
+        (["R S(1), R S(0) -> R P"], True),
+        (["R R, R S(1) -> R S(1)"], True),
+        (["R R, R S(1) -> R S(2)"], False),
+        (["R S(1), R S(1) -> R S(1)", "R S(2), R S(0) -> R P"], False),  # heads, then features
+        (["S(0) S(1), R R -> S(0) S(1)"], False),
+        ([], False),
+    ],
+)
+def test_sharded_matmuls_show_the_last_dim_of_activations(
+    matmuls: list[str], expected: bool
+) -> None:
+    assert has_two_dims(map(strategy, matmuls)) == expected
+    axis_of = parallelism_of("relu", strategy("R S(1) -> R S(1)"), 1, two_dims=expected)
+    assert axis_of == ("tensor" if expected else "sequence")
+
+
+@pytest.mark.parametrize(("shape", "name"), [((8, 64), "features"), ((8, 4, 64), "features")])
+def test_split_hidden_features_are_not_called_a_sequence(shape: tuple[int, ...], name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    plan = autopar.plan(
+        model,
+        autopar.Mesh({"gpu": 2}),
+        example_inputs=(torch.ones(shape),),
+        hardware="cpu-gloo",
+        constraints=[autopar.constraints.tensor_parallel(axes="gpu")],
+    )
+    (relu,) = (part for part in breakdown(plan) if part.main_op == "relu")
+    assert relu.leaves is not None and relu.parallelism == ("tensor",)
+    assert in_words(relu.leaves, ("gpu",), relu.role) == f"{name} over gpu"
+    assert "sequence" not in str(explain(plan))
 
 
 def test_parts_are_labelled_with_the_parallelism_of_their_layouts(

@@ -440,3 +440,27 @@ def test_planning_a_further_program_logs_the_reason_once(
     assert told[0].startswith(
         f"{why}: planning again for this call; the new program is kept for later calls"
     )
+
+
+def test_a_further_program_is_explained_by_the_parameters_that_no_program_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    plain[0].requires_grad_(False)
+    plain[1].requires_grad_(False)
+    x = torch.ones(8, 4)
+    module: Any = autopar.compile(plain, 1, example_inputs=(x,), hardware="cpu-gloo")
+    reasons = []
+    for part in (1, 0):
+        caplog.clear()
+        module.get_submodule(str(part)).requires_grad_(True)
+        with caplog.at_level(logging.WARNING, "autopar"):
+            module(x).sum().backward()
+        (reason,) = (record.getMessage() for record in caplog.records)
+        reasons.append(reason.partition(":")[0])
+    assert reasons == [
+        f"parameters '{part}.weight', '{part}.bias' were frozen when the model was compiled, but"
+        " now require gradients"
+        for part in (1, 0)
+    ]
+    assert all(p.grad is not None for p in module.parameters())

@@ -139,3 +139,20 @@ def test_a_refused_call_leaves_the_attributes_of_the_model_unchanged() -> None:
     with pytest.raises(CallError):
         capture(model, batch(labels=7))
     assert model.num == 0 and model.seen == [0]
+
+
+def test_an_error_of_shapes_names_the_module_and_the_shapes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(5, 4)))
+    with pytest.raises(CallError, match=r"in module 1\.0[\s\S]*these were input \(8, 4\)"):
+        capture(model, (torch.ones(8, 4),))
+
+
+def test_a_model_that_fails_only_in_a_capture_is_not_said_to_return_no_tensor() -> None:
+    class Printing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.aten._print("x")
+            return x * 2
+
+    with pytest.raises(CaptureError) as raised:
+        capture(Printing(), (torch.ones(8, 4),))
+    assert "returns no tensor" not in str(raised.value)

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import autopar
 from autopar import ops
 from autopar.capture import Trace, capture
 from autopar.capture.dynamo.flex_attention import flex_attention_eager
@@ -221,3 +222,42 @@ def test_tuning_options_do_not_change_the_op() -> None:
         for nodes in (tuned, plain)
     ]
     assert settings[0] == settings[1] and all(map(len, settings[0]))
+
+
+@pytest.mark.parametrize("window", [None, 4], ids=["causal", "sliding window"])
+def test_padded_batches_of_transformers_models_are_captured_for_every_mask(
+    window: int | None,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+        "sliding_window": window,
+    }
+
+    def model(attention: str) -> Any:
+        config = transformers.MistralConfig(**settings, attn_implementation=attention)
+        return transformers.MistralForCausalLM._from_config(config)
+
+    flex, plain = model("flex_attention"), model("sdpa")
+    plain.load_state_dict(flex.state_dict())
+    ids = torch.arange(64).reshape(4, 16) % 32
+    padded = torch.ones(4, 16, dtype=torch.int64)
+    padded[1, -5:] = 0
+    padded[2, :3] = 0
+    masks = (padded, padded.roll(1, 0), torch.ones_like(padded))
+    batch = {"input_ids": ids, "attention_mask": masks[0], "labels": ids}
+    trace = capture(flex, (), batch)
+    for mask in masks:
+        inputs = list({**batch, "attention_mask": mask}.values())
+        (loss, *_), _, _ = execute(
+            trace, dict(flex.named_parameters()), dict(flex.named_buffers()), inputs
+        )
+        wanted = plain(**{**batch, "attention_mask": mask}).loss
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+    plan = autopar.plan(flex, autopar.Mesh({"gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
+    assert plan.entries
