@@ -553,7 +553,7 @@ PLAIN: dict[str, Program] = {
         "set it back",
         _call_after(lambda plain, module: _with_drop_set_back(plain)),
     ),
-    "runtime/guards.py Frozen._check_own_attribute 0": Program(
+    "runtime/guards.py FrozenConstants._check_own_attribute 0": Program(
         _call_after(lambda plain, module: setattr(module, "gain", 2.0), kind=Asking),
         "set it on the plain model, and compile that model",
         _pair(lambda plain, module: (setattr(plain, "gain", 2.0), compiled(plain)(X)), Asking),

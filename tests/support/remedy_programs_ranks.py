@@ -205,13 +205,16 @@ def _topics(other: str) -> Callable[[], object]:
     return program
 
 
-def _save_weights(name: str) -> Callable[[], object]:
-    """Save weights into a folder, or to a path below a file."""
+def _create_folder(name: str) -> Callable[[], object]:
+    """Create a folder on the first rank, in a folder or below a file."""
 
     def program() -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "file").touch()
-            autopar.save_weights(compiled(), Path(folder, name))
+            path = Path(folder, name, "new")
+            rank_comm.by_first(
+                lambda: path.mkdir(parents=True), str(path), remedy="choose a writable folder"
+            )
 
     return program
 
@@ -357,7 +360,7 @@ ALIKE: dict[str, Program] = {
         _topics("saves"), "call the model in the same way on every rank", _topics("calls the model")
     ),
     "runtime/rank_comm.py _unpack_outcome 0": Program(
-        _save_weights("file"), "choose a writable folder", _save_weights("folder")
+        _create_folder("file"), "choose a writable folder", _create_folder("folder")
     ),
     "runtime/rank_differences.py _different_operations_error 0": Program(
         _meet(_differ), "in the same order and the same number of times on every rank", _meet(_same)

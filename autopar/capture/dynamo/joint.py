@@ -47,7 +47,7 @@ from autopar.capture.dynamo.outputs import (
     others_detached,
     refuse_changed_inputs,
 )
-from autopar.capture.dynamo.preparing import Prepared
+from autopar.capture.dynamo.preparing import Prepared, without_mkldnn
 from autopar.capture.dynamo.python_forms import (
     computed_attributes,
     keep_class,
@@ -154,9 +154,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(known_values(origins))
         stack.enter_context(_without_record())
         stack.enter_context(_without_headers())
-        stack.enter_context(
-            torch.backends.mkldnn.flags(enabled=False)
-        )  # mkldnn ops for recurrent layers exist only on CPUs
+        stack.enter_context(without_mkldnn())
         stack.enter_context(views_of_one_mode())
         stack.enter_context(call.mode)
         try:

@@ -256,6 +256,20 @@ def _ops_of_training() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Disable the ops of mkldnn for recurrent layers, which exist only on CPUs. A model that reads
+    ``torch.backends.mkldnn.enabled`` still gets the user's value."""
+    module_class, value = type(torch.backends.mkldnn), torch.backends.mkldnn.enabled
+    before = vars(module_class)["enabled"]  # a descriptor that reads the current value
+    with torch.backends.mkldnn.flags(enabled=False):
+        setattr(module_class, "enabled", property(lambda _: value))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(module_class, "enabled", before)  # noqa: B010
+
+
+@contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
     """Make distributions skip the check of their parameters' values, which a graph cannot contain;
     torch.compile skips it too."""

@@ -236,3 +236,18 @@ def test_remedies_of_ops_that_read_values_work(
         capture(Applies(refused), (x, i))
     torch.testing.assert_close(instead(x, i), refused(x, i))
     capture(Applies(instead), (x, i))
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # which the setting itself causes
+def test_a_setting_that_capture_changes_has_the_users_value(is_enabled: bool) -> None:
+    def scaled(_: nn.Module, x: Tensor) -> Tensor:
+        return x * (3.0 if torch.backends.mkldnn.enabled else 2.0)
+
+    x = torch.randn(8, 4)
+    with torch.backends.mkldnn.flags(enabled=is_enabled):
+        model = Outer(scaled)
+        expected = model(x)
+        pm = autopar.compile(model, 1, example_inputs=(x,), hardware="cpu-gloo")
+        assert torch.equal(pm(x), expected)
+        assert torch.backends.mkldnn.enabled is is_enabled
