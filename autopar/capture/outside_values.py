@@ -3,8 +3,8 @@ attributes and items.
 
 Dynamo's source names identify the location: ``G['name']`` or ``G['__import_a_dot_b'].name`` for
 globals of a Python module, ``L['name']`` for a free variable of the model's own forward, and
-``….__closure__[0].cell_contents`` for one of another function. Values of torch and the standard
-library are skipped.
+``….__closure__[0].cell_contents`` for one of another function. Values of torch, except the settings
+of its backends, and of the standard library are skipped.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)")
 _BUILTINS = "__builtins_dict__"  # a global variable that Dynamo adds
 _ROOT = re.compile(r"([LG])\['(\w+)'\]")
 _IGNORED = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+_SETTINGS = "torch.backends"  # Python modules of torch whose variables users set
 
 
 def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
@@ -55,13 +56,20 @@ def value_at(holder: Any, steps: tuple[tuple[str, Any], ...]) -> Any:
     """Return the current value of an `OutsideValue`; raise as `follow`, and LookupError if a
     variable has no value."""
     if isinstance(holder, str):
-        holder = vars(sys.modules[holder])
+        return follow(_variable(sys.modules[holder], steps[0][1]), steps[1:])
     if isinstance(holder, CellType):
         try:
             holder = holder.cell_contents
         except ValueError as error:  # the cell is empty
             raise LookupError("no value") from error
     return follow(holder, steps)
+
+
+def _variable(module: ModuleType, name: str) -> Any:
+    """Return a variable of a Python module. The settings of ``torch.backends`` are properties of
+    the class of their module; raise AttributeError if there is no such variable."""
+    variables = vars(module)
+    return variables[name] if name in variables else getattr(module, name)
 
 
 def is_internal(path: str) -> bool:
@@ -191,10 +199,12 @@ def _of_globals(everywhere: dict[str, Any], name: str, rest: str) -> tuple[str, 
     )
     while isinstance(found, ModuleType) and len(steps) > 1:
         module, steps = found.__name__, (("", steps[1][0]), *steps[2:])
-        found = vars(found)[steps[0][1]]
-    if module.partition(".")[0] in _IGNORED or isinstance(found, ModuleType):
+        found = _variable(found, steps[0][1])
+    is_ignored = module.partition(".")[0] in _IGNORED and not module.startswith(_SETTINGS)
+    if is_ignored or isinstance(found, ModuleType):
         return None
-    here = vars(sys.modules[module]) if module in sys.modules else {}
+    here = sys.modules.get(module)
     suffix = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
-    holder = module if steps[0][1] in here and here[steps[0][1]] is found else everywhere
+    is_there = here is not None and getattr(here, steps[0][1], None) is found
+    holder = module if is_there else everywhere
     return f"global variable {steps[0][1]}{suffix} of {module}", holder, steps

@@ -69,10 +69,8 @@ class Compiled(Holder):
         super().__init__(tensors, devices, model, elsewhere, world, shared=shared)
         self.only_forward = self.is_for_inference = False
         self._is_variant, self._title = shared is not None, type(model).__name__
-        self._captured_mode, self._made_under = (
-            None if both_modes else model.training,
-            autocast_around(devices.device_type),
-        )
+        self._captured_mode = None if both_modes else model.training
+        self._made_under = autocast_around(devices.device_type), torch.get_default_dtype()
         self._copied_weights = CopiedWeights()
         self._frozen: FrozenConstants | None = None
         self._known_buffers = KnownBuffers(())
@@ -159,7 +157,7 @@ class Compiled(Holder):
 
     def matches_autocast(self) -> bool:
         """Return whether the program was compiled under the autocast state that is active now."""
-        return autocast_around(self.device_mesh.device_type) == self._made_under
+        return autocast_around(self.device_mesh.device_type) == self._made_under[0]
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Return whether the program was compiled for such a call in that mode, including backward
@@ -244,8 +242,8 @@ class Compiled(Holder):
 
         Raises:
             Misfit: if the mode differs, or a parameter that was frozen trains now.
-            RuntimeStateError: if the autocast state differs, a transform of torch.func is active,
-                or weights are missing.
+            RuntimeStateError: if autocast or the default dtype differs, a transform of torch.func
+                is active, or weights are missing.
         """
         refuse_transforms()
         self.check_values()
@@ -257,21 +255,39 @@ class Compiled(Holder):
             self._left.check(self)
         if (message := self._find_other_mode()) is not None:
             raise OtherMode(message, remedy="compile the model once for each mode")
-        now = autocast_around(self.device_mesh.device_type)
-        if now != self._made_under:
-            raise RuntimeStateError(
-                f"called under {now}, but compiled under {self._made_under}: the casts are part"
-                " of the program",
-                remedy=(
-                    "compile and call the model under the same torch.autocast, or use autocast"
-                    " inside the model's forward"
-                ),
-            )
+        self._check_torch()
         if names := self.unfrozen_names():
             known = [] if self.variants is None else self.variants.known
             others = [v.unfrozen_names() for v in known if isinstance(v, Compiled)]
             new = [name for name in names if all(name in other for other in others)]
             raise _thawed_error(new or names, Unfrozen)
+
+    def _check_torch(self) -> None:
+        """Check that the settings of torch that decide dtypes are those of the compilation.
+
+        Raises:
+            RuntimeStateError: if autocast or the default dtype differs.
+        """
+        autocast, default_dtype = self._made_under
+        now = autocast_around(self.device_mesh.device_type)
+        if now != autocast:
+            raise RuntimeStateError(
+                f"called under {now}, but compiled under {autocast}: the casts are part of the"
+                " program",
+                remedy=(
+                    "compile and call the model under the same torch.autocast, or use autocast"
+                    " inside the model's forward"
+                ),
+            )
+        if torch.get_default_dtype() != default_dtype:
+            raise RuntimeStateError(
+                f"torch's default dtype is {torch.get_default_dtype()}, but was {default_dtype}"
+                " when the model was compiled: the dtypes of new tensors are part of the program",
+                remedy=(
+                    f"call torch.set_default_dtype({default_dtype}), or compile the model under the"
+                    " other default dtype"
+                ),
+            )
 
     def _find_other_mode(self) -> str | None:
         """Return why the modes of modules are not those of the program; None if they are."""

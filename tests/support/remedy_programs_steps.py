@@ -158,6 +158,20 @@ def _functional(values: Callable[[Any, Tensor], Any]) -> Work:
     return work
 
 
+def _call_under_default_dtype(dtype: torch.dtype) -> Callable[[], object]:
+    """Compile a model, set the default dtype, and call the module."""
+
+    def program() -> object:
+        module, before = compiled(Net()), torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return module(X)
+        finally:
+            torch.set_default_dtype(before)
+
+    return program
+
+
 def _autocast(inside: bool) -> Callable[[], object]:
     def program() -> object:
         if not inside:
@@ -303,8 +317,13 @@ PROGRAMS: dict[str, Program] = {
         "compile the model once for each mode",
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"]), both_modes=True),
     ),
-    "runtime/guarded_module.py Compiled._check_call 1": Program(
+    "runtime/guarded_module.py Compiled._check_torch 0": Program(
         _autocast(False), "under the same torch.autocast", _autocast(True)
+    ),
+    "runtime/guarded_module.py Compiled._check_torch 1": Program(
+        _call_under_default_dtype(torch.float64),
+        "call torch.set_default_dtype(torch.float32)",
+        _call_under_default_dtype(torch.float32),
     ),
     "runtime/guarded_module.py _thawed_error 0": Program(
         lambda: _unfreeze_and_call(compiled(Net().requires_grad_(False), num_microbatches=2)),

@@ -319,6 +319,32 @@ def test_each_value_of_a_plain_argument_has_its_own_program() -> None:
     assert masked.item() == 0.0 and module(**values).item() > 0.0
 
 
+class _Filled(torch.nn.Module):
+    """A model that creates a tensor of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).double() * torch.full((4,), 0.1)).sum()
+
+
+def test_a_call_must_have_the_default_dtype_of_compile() -> None:
+    model, x = _Filled(), torch.randn(8, 4)
+    module = compile(model, 1, example_inputs=(x,))
+    expected = model(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert not torch.equal(model(x), expected)
+        with pytest.raises(RuntimeStateError, match=r"default dtype is torch\.float64"):
+            module(x)
+        assert torch.equal(compile(model, 1, example_inputs=(x,))(x), model(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(module(x), expected)
+
+
 def test_a_call_must_have_the_same_autocast_as_compile() -> None:
     torch.manual_seed(0)
     plain, x = (

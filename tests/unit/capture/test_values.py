@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import hf
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RuntimeStateError
 
 
 class Inner(nn.Module):
@@ -251,3 +251,8 @@ def test_a_setting_that_capture_changes_has_the_users_value(is_enabled: bool) ->
         pm = autopar.compile(model, 1, example_inputs=(x,), hardware="cpu-gloo")
         assert torch.equal(pm(x), expected)
         assert torch.backends.mkldnn.enabled is is_enabled
+        with (
+            torch.backends.mkldnn.flags(enabled=not is_enabled),
+            pytest.raises(RuntimeStateError, match=r"enabled of torch\.backends\.mkldnn"),
+        ):
+            pm(x)
