@@ -198,6 +198,8 @@ def _outside(each: OutsideValue, walk: Walk) -> Any:
     Raises:
         Opaque: if the value was not hashed and cannot be recorded.
     """
+    if each.is_gradient_mode:
+        return None  # the key covers whether a capture is for inference
     if isinstance(each.value, FunctionStamp | Trait):
         return None  # the key or `Manifest.functions` covers the code
     if isinstance(each.value, ArrayStamp):

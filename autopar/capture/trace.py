@@ -33,6 +33,7 @@ from torch import fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from autopar.capture.diagnostics import user_line
+from autopar.core import torch_state
 from autopar.errors import Where
 
 
@@ -225,6 +226,11 @@ class OutsideValue:
 
     def __deepcopy__(self, memo: Any) -> OutsideValue:
         return self  # a copy would refer to another holder
+
+    @property
+    def is_gradient_mode(self) -> bool:
+        """Whether this is the result of `torch.is_grad_enabled`, which differs between calls."""
+        return bool(self.holder == torch_state.__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

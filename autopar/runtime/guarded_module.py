@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.trace import Constant, KnownBuffer
+from autopar.capture.trace import Constant, KnownBuffer, OutsideValue
 from autopar.core.autocast_state import autocast_around
 from autopar.errors import RuntimeStateError
 from autopar.program.program import ProgramTensor
@@ -32,6 +33,26 @@ from autopar.runtime.parameter_module import Holder
 from autopar.runtime.plain_model import PlainModel
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import CopiedWeights
+
+_GRADIENT_MODE = (
+    "compile another module for the other mode: with inference=True for calls under"
+    " torch.no_grad(), without it for calls with gradients"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchState:
+    """The settings of torch under which a program was compiled.
+
+    Attributes:
+        autocast: the autocast state, in words.
+        default_dtype: the dtype of new tensors.
+        gradient_mode: whether gradients were enabled; None if forward does not read that.
+    """
+
+    autocast: str
+    default_dtype: torch.dtype
+    gradient_mode: bool | None = None
 
 
 class Compiled(Holder):
@@ -70,7 +91,9 @@ class Compiled(Holder):
         self.only_forward = self.is_for_inference = False
         self._is_variant, self._title = shared is not None, type(model).__name__
         self._captured_mode = None if both_modes else model.training
-        self._made_under = autocast_around(devices.device_type), torch.get_default_dtype()
+        self._made_under = _TorchState(
+            autocast_around(devices.device_type), torch.get_default_dtype()
+        )
         self._copied_weights = CopiedWeights()
         self._frozen: FrozenConstants | None = None
         self._known_buffers = KnownBuffers(())
@@ -125,7 +148,12 @@ class Compiled(Holder):
         """Copy the plain attributes of all modules, and watch the model for changes by the user.
         Subclasses call this last, since their own attributes take precedence."""
         attributes = tuple(attributes)
-        constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
+        constants = []
+        for each in attributes:
+            if isinstance(each, OutsideValue) and each.is_gradient_mode:
+                self._made_under = replace(self._made_under, gradient_mode=bool(each.value))
+            elif not isinstance(each, KnownBuffer):
+                constants.append(each)
         self._frozen = FrozenConstants(model, constants, None if shared is None else shared._frozen)
         self._known_buffers = KnownBuffers(
             each for each in attributes if isinstance(each, KnownBuffer)
@@ -157,7 +185,7 @@ class Compiled(Holder):
 
     def matches_autocast(self) -> bool:
         """Return whether the program was compiled under the autocast state that is active now."""
-        return autocast_around(self.device_mesh.device_type) == self._made_under[0]
+        return autocast_around(self.device_mesh.device_type) == self._made_under.autocast
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
         """Return whether the program was compiled for such a call in that mode, including backward
@@ -165,6 +193,7 @@ class Compiled(Holder):
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
         return (
             fits
+            and self._made_under.gradient_mode in (None, torch.is_grad_enabled())
             and not (self.only_forward and torch.is_grad_enabled())
             and not self.unfrozen_names()
         )
@@ -255,6 +284,12 @@ class Compiled(Holder):
             self._left.check(self)
         if (message := self._find_other_mode()) is not None:
             raise OtherMode(message, remedy="compile the model once for each mode")
+        if self._made_under.gradient_mode not in (None, torch.is_grad_enabled()):
+            message = (
+                "forward reads torch.is_grad_enabled(), which was"
+                f" {self._made_under.gradient_mode} when the program was compiled"
+            )
+            raise OtherMode(message, remedy=_GRADIENT_MODE)
         self._check_torch()
         if names := self.unfrozen_names():
             known = [] if self.variants is None else self.variants.known
@@ -268,7 +303,7 @@ class Compiled(Holder):
         Raises:
             RuntimeStateError: if autocast or the default dtype differs.
         """
-        autocast, default_dtype = self._made_under
+        autocast, default_dtype = self._made_under.autocast, self._made_under.default_dtype
         now = autocast_around(self.device_mesh.device_type)
         if now != autocast:
             raise RuntimeStateError(

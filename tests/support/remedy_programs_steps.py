@@ -29,6 +29,7 @@ from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 from tests.support import handwritten
 from tests.support.handwritten import Toy, batch
+from tests.support.remedy_programs import Net as ComputingNet
 from tests.support.remedy_programs import Program
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
@@ -156,6 +157,15 @@ def _functional(values: Callable[[Any, Tensor], Any]) -> Work:
         return torch.func.functional_call(module, others, (X,))
 
     return work
+
+
+def _call_with_gradients(*, inference: bool) -> Callable[[], object]:
+    """Compile a model that reads the gradient mode, and call it with gradients."""
+
+    def scale(net: nn.Module, x: Tensor) -> Tensor:
+        return x * (2.0 if torch.is_grad_enabled() else 3.0)
+
+    return lambda: compiled(ComputingNet(scale), inference=inference)(X)
 
 
 def _call_under_default_dtype(dtype: torch.dtype) -> Callable[[], object]:
@@ -316,6 +326,11 @@ PROGRAMS: dict[str, Program] = {
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"])),
         "compile the model once for each mode",
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"]), both_modes=True),
+    ),
+    "runtime/guarded_module.py Compiled._check_call 1": Program(
+        _call_with_gradients(inference=True),
+        "without it for calls with gradients",
+        _call_with_gradients(inference=False),
     ),
     "runtime/guarded_module.py Compiled._check_torch 0": Program(
         _autocast(False), "under the same torch.autocast", _autocast(True)

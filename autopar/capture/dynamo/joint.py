@@ -39,6 +39,7 @@ from autopar.capture.diagnostics import (
 from autopar.capture.dynamo.constants import Origins, known_values, settle_known
 from autopar.capture.dynamo.fakes import make_fake, views_of_one_mode
 from autopar.capture.dynamo.flex_attention import join_flex_attention, refuse_flex_attention
+from autopar.capture.dynamo.gradient_mode import noted_gradient_mode
 from autopar.capture.dynamo.numpy_scalars import constant_scalars
 from autopar.capture.dynamo.outputs import (
     checks_in_no_order,
@@ -157,6 +158,8 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(without_mkldnn())
         stack.enter_context(views_of_one_mode())
         stack.enter_context(call.mode)
+        mode_reads: list[OutsideValue] = []
+        stack.enter_context(noted_gradient_mode(mode_reads))
         try:
             captured, notes = _run_dynamo(model, call)
             unkept = settle_attributes(
@@ -212,7 +215,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             attributes=tuple(
                 each for each in notes.constants if written.isdisjoint(_names_of(each))
             ),
-            outside=notes.outside,
+            outside=(*notes.outside, *mode_reads),
             unkept=unkept,
             held_elsewhere=held_elsewhere(model),
             code=tuple(
