@@ -29,6 +29,7 @@ from autopar.runtime.guards import (
     Unfrozen,
     UnsupportedGradient,
 )
+from autopar.runtime.module_shell import ModuleShell
 from autopar.runtime.parameter_module import Holder
 from autopar.runtime.plain_model import PlainModel
 from autopar.runtime.rank_agreement import announced
@@ -98,6 +99,22 @@ class Compiled(Holder):
         self._frozen: FrozenConstants | None = None
         self._known_buffers = KnownBuffers(())
         self._left: PlainModel | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__.get("training")
+        super().__setattr__(name, value)
+        if name == "training" and "_own" in self.__dict__ and value != before:
+            self._follow_mode(value)
+
+    def _follow_mode(self, mode: bool) -> None:
+        """Set the modes of all parts after the mode of the whole module was assigned, as Lightning
+        does after an evaluation, which then assigns those of the parts."""
+        if mode != self.__dict__["_mode_of_model"] or self.modes.overrides is not None:
+            self.train(mode)
+            return
+        for module in self.modules():
+            if isinstance(module, ModuleShell):
+                module.hold_mode_of_model()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program, or another program that was compiled for the call.

@@ -112,6 +112,7 @@ class ModuleShell(nn.Module):
             name: x for name, x in plain.items() if name not in self.__dict__
         }
         self.__dict__["_stands_for"] = self.__dict__.pop("_model_class", type(module))
+        self.__dict__["_mode_of_model"] = module.training
         self.__dict__["_own"] = frozenset(self.__dict__)
 
     def _names_in_use(self, own: type, attributes: Mapping[str, Any]) -> frozenset[str]:
@@ -245,6 +246,10 @@ class ModuleShell(nn.Module):
             mode: whether it is in training mode.
         """
         self.__dict__["training"] = mode
+
+    def hold_mode_of_model(self) -> None:
+        """Set the mode of this module to that of the model's module when it was compiled."""
+        self.__dict__["training"] = self.__dict__["_mode_of_model"]
 
     def __delattr__(self, name: str) -> None:
         if any(name in self.__dict__[kind] for kind in _KINDS):

@@ -5,9 +5,9 @@ for the same `key`. If several processes need a trace at the same time, the firs
 others wait for it. Tracing itself never waits. The folder exists as long as the test run, during
 which the sources do not change.
 
-Variables of closures that forward read belong to one process and are not watched by the others. A
-key or trace that refers to anything else that cannot be identified in another process, such as a
-class that is not found by its name, is traced by each process.
+Functions and variables of closures that forward reads belong to one process and are not watched by
+the others. A key or trace that refers to anything else that cannot be identified in another
+process, such as a class that is not found by its name, is traced by each process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch import fx
 
 from autopar.capture import Trace
 from autopar.capture.dynamo.fakes import fake_like, is_fake, new_fake_mode, no_modes
-from autopar.capture.trace import OutsideValue
+from autopar.capture.stamps import FunctionStamp
+from autopar.capture.trace import Constant, OutsideValue
 
 FOLDER = "AUTOPAR_TESTS_CAPTURES"  # in the environment, so that started processes inherit it
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -124,12 +125,18 @@ def dumps(trace: Trace) -> bytes:
         for n in trace.graph.nodes
     ]
     values = {f.name: getattr(trace, f.name) for f in fields(trace) if f.name != "graph"}
-    values["attributes"] = tuple(
-        a for a in trace.attributes if not isinstance(a, OutsideValue) or isinstance(a.holder, str)
-    )
+    values["attributes"] = tuple(a for a in trace.attributes if _is_of_all_processes(a))
     out = io.BytesIO()
     _Pickler(out).dump((nodes, values))
     return out.getvalue()
+
+
+def _is_of_all_processes(attribute: Constant) -> bool:
+    """Return whether other processes can watch a constant. A function is identified by its object,
+    and a closure by its cell."""
+    if isinstance(attribute, OutsideValue) and not isinstance(attribute.holder, str):
+        return False
+    return not isinstance(getattr(attribute, "value", None), FunctionStamp)
 
 
 def loads(data: bytes) -> Trace:

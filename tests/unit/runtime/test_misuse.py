@@ -181,6 +181,22 @@ def test_the_mode_of_a_submodule_can_be_set_only_on_the_plain_model() -> None:
     assert not module.eval().drop.training and module.train().drop.training
 
 
+def test_modes_are_restored_module_by_module_after_an_evaluation() -> None:
+    plain = Net()
+    plain.body.eval()  # the user keeps this part in eval mode
+    module: Any = autopar.compile(plain, example_inputs=BATCH, hardware="cpu-gloo")
+    before = {name: part.training for name, part in module.named_modules()}
+    assert before["drop"] and not before["body"]
+    module.eval()
+    assert not any(part.training for part in module.modules())
+    for name, part in module.named_modules():  # as Lightning does
+        part.training = before[name]
+    assert {name: part.training for name, part in module.named_modules()} == before
+    module.training = False
+    with pytest.raises(RuntimeStateError, match="mode of a part"):
+        module.drop.training = True
+
+
 def test_an_attribute_that_forward_initializes_is_not_a_changed_constant() -> None:
     class Guessing(nn.Module):
         def __init__(self) -> None:
