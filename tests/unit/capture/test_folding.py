@@ -376,7 +376,7 @@ CHANGED: dict[str, tuple[Stack, str]] = {
             lambda model: [setattr(layer.norm, "eps", 0.1) for layer in model.layers[::2]],
             num_layers=12,
         ),
-        "2 kinds",
+        "2 alternating kinds",
     ),
     "a list of kinds beside the layers": (
         changed(set_kinds, step_by_step(by_kind), num_layers=12),
