@@ -23,7 +23,7 @@ def noted_gradient_mode(reads: list[OutsideValue]) -> Iterator[None]:
     call, mode = TorchInGraphFunctionVariable.call_function, torch.is_grad_enabled()
     steps = (("", torch_state.GRADIENT_MODE),)
 
-    def noting(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call_and_note(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of torch; `tx` is Dynamo's translator."""
         result = call(variable, tx, args, kwargs)
         if (
@@ -35,5 +35,5 @@ def noted_gradient_mode(reads: list[OutsideValue]) -> Iterator[None]:
             reads[:] = [OutsideValue(name, torch_state.__name__, steps, mode)]
         return result
 
-    with mock.patch.object(TorchInGraphFunctionVariable, "call_function", noting):
+    with mock.patch.object(TorchInGraphFunctionVariable, "call_function", call_and_note):
         yield

@@ -46,6 +46,8 @@ from autopar.capture.folding.stream import (
     tag_inputs,
     tag_weights,
 )
+from autopar.capture.outside_values import value_at
+from autopar.capture.stamps import FunctionStamp, renewed
 from autopar.capture.trace import OutsideValue
 from autopar.capture.trees import leaves_of
 from autopar.errors import CaptureError
@@ -262,11 +264,19 @@ def repeat_closures(
         )  # equal layers have equal functions
         counterparts = {id(theirs): its for theirs, its in pairs if its is not theirs}
         added += [
-            replace(each, holder=counterparts[id(each.holder)])
+            _in_cell(each, counterparts[id(each.holder)])
             for each in variables
             if id(each.holder) in counterparts
         ]
     return variables + tuple(added)
+
+
+def _in_cell(variable: OutsideValue, cell: types.CellType) -> OutsideValue:
+    """Return the same variable of another closure, which may hold another function."""
+    value = variable.value
+    if isinstance(value, FunctionStamp):
+        value = renewed(value, value_at(cell, variable.steps))
+    return replace(variable, holder=cell, value=value)
 
 
 def _cells(layer: nn.Module) -> Iterator[types.CellType]:

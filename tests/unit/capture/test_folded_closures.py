@@ -95,7 +95,7 @@ def test_folded_layers_have_the_closure_variables_of_a_full_capture(how: str) ->
     model = Stack(HELD[how])
     found = _variables(model, fold=True)
     assert found == _variables(model, fold=False)
-    assert len(found) == {"one of all": 1, "of a function in a closure": 2 * N}.get(how, N)
+    assert len(found) == {"one of all": 1, "of a function in a closure": 3 * N}.get(how, N)
 
 
 @pytest.mark.parametrize("position", [0, 4, N - 1])
